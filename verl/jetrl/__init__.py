@@ -1,0 +1,1 @@
+"""Jet-RL: on-policy FP8 reinforcement learning on verl and vLLM."""
