@@ -82,7 +82,7 @@ def quantize_rows(x_MK: Tensor) -> Quantized:
 
 
 def quantize_cols(x_MK: Tensor) -> Quantized:
-    """1x128 groups along tokens, transposed for the weight gradient: ``(M, K)`` -> q ``(K, M)``, s ``(K, ceil(M / 128))``."""
+    """1x128 groups along tokens, transposed for wgrad: ``(M, K)`` -> q ``(K, M)``, s ``(K, ceil(M / 128))``."""
     return quantize_rows(x_MK.t().contiguous())
 
 
@@ -91,7 +91,9 @@ def quantize_blocks(w_NK: Tensor) -> Quantized:
     N, K = w_NK.shape
     B, G = groups(N), groups(K)
     if not (N and K):
-        return Quantized(w_NK.new_zeros((N, K), dtype=torch.uint8).view(FP8), w_NK.new_zeros((B, G), dtype=torch.float32))
+        return Quantized(
+            w_NK.new_zeros((N, K), dtype=torch.uint8).view(FP8), w_NK.new_zeros((B, G), dtype=torch.float32)
+        )
     padded = torch.nn.functional.pad(w_NK.float(), (0, G * BLOCK - K, 0, B * BLOCK - N))
     s_BG = scale_of(padded.view(B, BLOCK, G, BLOCK).abs().amax((1, 3)))
     return Quantized(cast(w_NK, expand(s_BG, (N, K))), s_BG)
@@ -107,13 +109,15 @@ def dequantize(w: Quantized) -> Tensor:
     return w.q.float() * expand(w.s, w.q.shape)
 
 
-def gemm_nt(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.bfloat16, accumulate: Tensor | None = None) -> Tensor:
+def gemm_nt(
+    a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.bfloat16, accumulate: Tensor | None = None
+) -> Tensor:
     """``a_RK @ b_CK.T`` with one FP32 accumulation per 128-block of K: the reference of fprop, dgrad and wgrad.
 
     ``a`` and ``b`` have scales per row or per 128x128 block along K.  Products of FP8 numbers and their sums over one
     block are exact in FP64, so a block's sum depends neither on the order of additions nor on the number of rows:
-    each output row has the same bits whatever rows it is computed with.  Returns ``(R, C)`` in ``out_dtype``, or adds to
-    the FP32 ``accumulate`` in place and returns it.
+    each output row has the same bits whatever rows it is computed with.  Returns ``(R, C)`` in ``out_dtype``, or adds
+    to the FP32 ``accumulate`` in place and returns it.
     """
     R, K = a.q.shape
     C, K_b = b.q.shape
