@@ -14,6 +14,8 @@ ABS_DLOGP_MEAN = "mismatch/abs_dlogp_mean"  # mean |log p_rollout - log p_traine
 ABS_DLOGP_MAX = "mismatch/abs_dlogp_max"  # maximum of the same over the batch, nats
 K3_KL = "mismatch/k3_kl"  # mean of exp(d) - d - 1 with d = log p_trainer - log p_rollout, nats
 PEARSON = "mismatch/pearson"  # correlation of the two sides' probabilities, -1..1
+# What vocabulary ids past the tokenizer, which verl masks in the rollout only, add to it: mean |log(1 - their mass)|.
+PADDING_ABS_DLOGP = "mismatch/padding_abs_dlogp"
 MISMATCH = (ABS_DLOGP_MEAN, ABS_DLOGP_MAX, K3_KL, PEARSON)
 
 # Fraction (0..1) of tokens whose update PPO's clipping cut off, among tokens of that sign of advantage.
