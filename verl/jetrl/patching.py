@@ -1,0 +1,151 @@
+"""Guarded patches of upstream functions.
+
+A patch names one upstream function, the hash of the source it was written against and its replacement.  Patches are found
+through the entry-point group ``jetrl.patches`` (the catalogue lives in the package ``jetrl_patches``) and applied when
+verl or vLLM loads its plugins.  verl and vLLM both swallow errors of plugins, so :func:`require_active` is called by the
+fork's own trainer, worker, server and engine classes: a patch that is not active ends the run with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+from typing import Any, Literal
+
+Scope = Literal["verl", "vllm"]
+PINNED = {"verl": "0.9.1", "vllm": "0.24.0"}
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be applied to the installed upstream version, or is not active where it must be."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement of one upstream function.
+
+    Args:
+        name: the patch's name, that of its file.
+        scope: "verl" patches are applied in every process that imports verl, "vllm" patches in every vLLM process.
+        target: ``package.module:attribute`` (``attribute`` may be ``Class.method``).
+        source_sha256: hash of the target's source in the pinned version, see :func:`source_hash`.
+        build: takes the original, returns the replacement.
+        needed: tells whether this machine needs the patch (default: always).
+    """
+
+    name: str
+    scope: Scope
+    target: str
+    source_sha256: str
+    build: Callable[[Any], Any]
+    needed: Callable[[], bool] = lambda: True
+
+    @property
+    def owner_and_attribute(self) -> tuple[Any, str]:
+        module, _, path = self.target.partition(":")
+        owner: Any = importlib.import_module(module)
+        *parents, attribute = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return owner, attribute
+
+    @property
+    def active(self) -> bool:
+        owner, attribute = self.owner_and_attribute
+        return getattr(getattr(owner, attribute, None), "_jetrl_patch", None) == self.name
+
+    def apply(self) -> None:
+        """Replaces the target; twice is the same as once.  Another upstream source is a :class:`PatchError`."""
+        if self.active:
+            return
+        owner, attribute = self.owner_and_attribute
+        original = getattr(owner, attribute, None)
+        found = source_hash(original) if original is not None else "absent"
+        if found != self.source_sha256:
+            raise PatchError(
+                f"patch {self.name!r} was written for {self.scope} {PINNED[self.scope]} and does not fit the installed "
+                f"{self.scope} {installed_version(self.scope)}: the source of {self.target} is {found[:12]}, not "
+                f"{self.source_sha256[:12]}. Install the pinned version (`make setup`) or port the patch."
+            )
+        replacement = self.build(original)
+        replacement._jetrl_patch = self.name
+        replacement._jetrl_original = original
+        setattr(owner, attribute, replacement)
+
+
+def source_hash(function: Any) -> str:
+    """SHA-256 of a function's source text, of the original when it is patched."""
+    function = getattr(function, "_jetrl_original", function)
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+
+
+def installed_version(package: str) -> str:
+    """Version of the installed ``package`` ("verl" or "vllm"); the CPU build of vLLM counts as vLLM."""
+    return version(package).split("+")[0]
+
+
+def catalogue(scope: Scope | None = None) -> list[Patch]:
+    """Every patch of the installed catalogue, sorted by name; those of one scope when given."""
+    patches = [entry.load() for entry in entry_points(group="jetrl.patches")]
+    return sorted((p for p in patches if scope in (None, p.scope)), key=lambda p: p.name)
+
+
+# Upstream swallows what a plugin raises; require_active() raises it again where it is heard.
+_failure: dict[str, BaseException] = {}
+
+
+def apply_all(scope: Scope) -> None:
+    """Applies the catalogue's needed patches of ``scope``; an error is raised and kept for :func:`require_active`."""
+    _failure.pop(scope, None)
+    try:
+        check_version(scope)
+        for patch in catalogue(scope):
+            if patch.needed():
+                patch.apply()
+    except BaseException as error:
+        _failure[scope] = error
+        raise
+
+
+def check_version(package: Scope) -> None:
+    """Raises a :class:`PatchError` when the installed upstream package is not the pinned version."""
+    if installed_version(package) != PINNED[package]:
+        raise PatchError(
+            f"{package} {installed_version(package)} is installed, the fork is written for {package} "
+            f"{PINNED[package]}: run `make setup`."
+        )
+
+
+def status(scope: Scope | None = None) -> dict[str, str]:
+    """Patch name to "active", "not needed" or "INACTIVE", in this process."""
+    return {p.name: "active" if p.active else "INACTIVE" if p.needed() else "not needed" for p in catalogue(scope)}
+
+
+def require_active(scope: Scope) -> None:
+    """Raises :class:`PatchError` unless every needed patch of ``scope`` is active in this process."""
+    if scope in _failure:
+        raise PatchError(f"the fork's {scope} plugin failed to load: {_failure[scope]}") from _failure[scope]
+    missing = [name for name, state in status(scope).items() if state == "INACTIVE"]
+    if missing:
+        raise PatchError(
+            f"{scope} patches not active in this process: {', '.join(missing)}. The plugin entry points of verl-jetrl "
+            "were not loaded: is the package installed (`make setup`), and VERL_USE_EXTERNAL_PLUGINS / VLLM_PLUGINS unset?"
+        )
+
+
+def main() -> None:
+    """Prints the catalogue with each patch's docstring and its state in this process."""
+    for scope in PINNED:
+        apply_all(scope)
+        for patch in catalogue(scope):
+            doc = inspect.getmodule(patch.build).__doc__ or ""
+            print(f"{patch.name}  [{scope} {PINNED[scope]}]  {status(scope)[patch.name]}\n  target: {patch.target}")
+            print("  " + doc.strip().replace("\n", "\n  ") + "\n")
+
+
+if __name__ == "__main__":
+    main()

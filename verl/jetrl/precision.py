@@ -1,0 +1,64 @@
+"""Which numbers flow where: the one description that trainer and rollout share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.base_config import BaseConfig
+from verl.workers.config import FSDPEngineConfig
+
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Model types (``config.model_type`` of the Hugging Face checkpoint) whose linear layers the fork knows.
+SUPPORTED_MODELS = ("qwen3", "qwen2", "llama")
+
+
+@dataclass
+class PrecisionFlow(BaseConfig):
+    """Precision of the decoder's linear layers, in training and rollout.
+
+    ``linear``: "bf16", or "fp8": float8_e4m3fn with FP32 scales, weights in 128x128 blocks, activations and output
+    gradients in 1x128 groups along the reduction (see :mod:`verl.jetrl.fp8.format`).  Everything else stays in BF16.
+    ``modules``: names of the linear layers that ``linear`` speaks of.
+    ``exact``: rollout and training log-probs equal bit for bit.
+    """
+
+    linear: str = "bf16"
+    modules: list[str] = field(default_factory=lambda: list(LINEAR_MODULES))
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.linear not in ("bf16", "fp8"):
+            raise ValueError(f"precision_flow.linear is {self.linear!r}; it must be bf16 or fp8")
+        unknown = sorted(set(self.modules) - set(LINEAR_MODULES))
+        if unknown:
+            raise ValueError(f"precision_flow.modules names unknown layers {unknown}; known: {', '.join(LINEAR_MODULES)}")
+        if self.fp8 and set(self.modules) != set(LINEAR_MODULES):
+            # q, k, v and gate, up are one GEMM in the rollout: they cannot differ in precision there.
+            for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+                if 0 < len(set(fused) & set(self.modules)) < len(fused):
+                    raise ValueError(f"precision_flow.modules must name all or none of {', '.join(fused)}")
+        if self.exact:
+            raise ValueError("precision_flow.exact=true is not available: rollout and trainer still run different attention")
+
+    @property
+    def fp8(self) -> bool:
+        return self.linear == "fp8"
+
+    def covers(self, module_name: str) -> bool:
+        """Whether the linear layer called ``module_name`` (dotted) runs in FP8."""
+        return self.fp8 and module_name.rsplit(".", 1)[-1] in self.modules
+
+
+@dataclass
+class JetRLEngineConfig(FSDPEngineConfig):
+    """verl's FSDP engine configuration with the precision of the linear layers."""
+
+    precision_flow: PrecisionFlow = field(default_factory=PrecisionFlow)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision_flow.fp8 and self.ulysses_sequence_parallel_size > 1:
+            raise ValueError(
+                "precision_flow.linear=fp8 does not support ulysses_sequence_parallel_size > 1: "
+                "set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"
+            )

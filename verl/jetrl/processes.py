@@ -1,0 +1,86 @@
+"""The processes of a run and what they leave: found by the run's id in their environment, however they were started."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+
+from verl.jetrl.environment import RUN_ID
+
+SHM = "/dev/shm/"
+
+
+def ray_dir(run_id: str) -> Path:
+    """Ray's folder of the run.  Short: Ray's socket paths below it must stay under 107 bytes."""
+    return Path("/tmp") / f"jetrl-{run_id}"
+
+
+def of_run(run_id: str) -> list[psutil.Process]:
+    """Living processes of the run, this one excepted."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            continue  # ended while we looked, or not ours
+    return found
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[str]:
+    """Files below /dev/shm that the processes have mapped."""
+    found: set[str] = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= {line[line.index(SHM) :].removesuffix(" (deleted)") for line in maps.splitlines() if SHM in line}
+    return found
+
+
+def end(run_id: str, segments: set[str], grace_s: float = 5.0) -> list[str]:
+    """Ends every process of the run and removes what it left; returns what had to be removed or killed.
+
+    ``segments``: shared-memory files seen while it ran.  SIGTERM first, SIGKILL after ``grace_s``.
+    """
+    processes = of_run(run_id)
+    segments = segments | shared_memory(processes)
+    for process in processes:
+        _signal(process, "terminate")
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    deadline = time.monotonic() + 10
+    while alive and time.monotonic() < deadline:
+        for process in alive:
+            _signal(process, "kill")
+        _, alive = psutil.wait_procs(alive, timeout=1)
+        alive = of_run(run_id)  # some may have been started meanwhile
+    removed = [f"process {p.pid}" for p in processes]
+    for segment in sorted(segments):
+        if os.path.exists(segment):
+            os.unlink(segment)
+            removed.append(segment)
+    for socket in glob.glob("/tmp/rl-colocate-zmq-*.sock"):
+        if not _in_use(socket):
+            os.unlink(socket)
+            removed.append(socket)
+    if ray_dir(run_id).exists():
+        shutil.rmtree(ray_dir(run_id), ignore_errors=True)
+    return removed
+
+
+def _signal(process: psutil.Process, name: str) -> None:
+    try:
+        getattr(process, name)()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _in_use(socket: str) -> bool:
+    return any(line.endswith(socket) for line in Path("/proc/net/unix").read_text().splitlines())

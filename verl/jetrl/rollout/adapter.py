@@ -1,0 +1,94 @@
+"""The trainer's handle on its vLLM server: verl's, with a weight update that fails instead of hanging."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+import torch
+import zmq
+from torch import Tensor
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+POLL_MS = 500
+# Longest silence of a receiver during a weight update, in seconds.
+DEADLINE_S = float(os.environ.get("JETRL_WEIGHT_SYNC_DEADLINE_S", "45"))
+
+
+class WeightSyncError(RuntimeError):
+    """A weight update did not reach the rollout."""
+
+
+class PatientSocket:
+    """A ZeroMQ socket whose ``recv`` watches the receiver while it waits.
+
+    verl's sender waits in ``recv`` for a receiver that may have raised or died, for ever.  ``receiver`` is the Ray
+    reference of the receiver's call: its exception is raised here, and so is silence past ``deadline_s``.
+    """
+
+    def __init__(self, socket: zmq.Socket, receiver: ray.ObjectRef | None, deadline_s: float = DEADLINE_S) -> None:
+        self.socket, self.receiver, self.deadline_s = socket, receiver, deadline_s
+
+    def recv(self) -> bytes:
+        started = time.monotonic()
+        while not self.socket.poll(POLL_MS):
+            if self.receiver is not None and ray.wait([self.receiver], timeout=0)[0]:
+                ray.get(self.receiver)  # raises what the receiver raised
+                if not self.socket.poll(POLL_MS):
+                    raise WeightSyncError("the rollout worker ended the weight update before it had all weights")
+                break
+            if time.monotonic() - started > self.deadline_s:
+                raise WeightSyncError(
+                    f"the rollout worker did not answer within {self.deadline_s:.0f} s of a weight update "
+                    "(JETRL_WEIGHT_SYNC_DEADLINE_S sets the limit)"
+                )
+        return self.socket.recv()
+
+    def send_pyobj(self, obj: Any) -> None:
+        self.socket.send_pyobj(obj)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class PatientSender(BucketedWeightSender):
+    """verl's bucketed sender on a :class:`PatientSocket`."""
+
+    def __init__(self, receiver: ray.ObjectRef | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.receiver = receiver
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        self.socket = PatientSocket(self.socket, self.receiver)
+
+
+class JetRLServerAdapter(ServerAdapter):
+    """verl's adapter.  The receiver's exception, or its silence, ends a weight update."""
+
+    @torch.no_grad()
+    async def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None, **kwargs: Any
+    ) -> None:
+        receiver = await self._execute_method(
+            "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm}
+        )
+        if os.environ.get("JETRL_FAULT") == "drop_weight_sync" and global_steps:
+            weights = ()  # a test's fault: everything runs, no weight arrives
+        sender = PatientSender(
+            receiver,
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+        )
+        await sender.async_send_weights(weights)
+        if receiver is not None:
+            await receiver
+        if self._has_server:
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)

@@ -1,0 +1,264 @@
+"""Runs the arms of a recipe one after the other and writes the report.
+
+    python -m verl.jetrl.run recipes/tiny --arms bf16,jetrl trainer.total_training_steps=5
+
+Everything is checked before the first arm starts.  Each arm is a process tree of its own; however it ends, nothing of it
+is left behind.  A run that was stopped or killed goes on from its last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from verl.jetrl import checkpoints, preflight, processes
+from verl.jetrl import metric_names as names
+from verl.jetrl.checkpoints import write_atomically
+from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yaml
+from verl.jetrl.environment import environment
+
+MAIN_ARMS = ("bf16", "bf16-train-fp8-rollout", "jetrl")
+VERSIONS = ("verl", "vllm", "torch", "ray", "transformers", "triton")
+POLL_S = 0.5
+ERROR_LINE = re.compile(r"^(?:\S+ )?(?:\([^)]*\) )?((?:[\w.]+\.)?\w*(?:Error|Exception|Mismatch|Interrupt)\b.*)")
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM arrived; carries the signal's number."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.jetrl.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="folder of the recipe, e.g. recipes/tiny")
+    parser.add_argument("--arms", help=f"comma-separated arms (default: {','.join(MAIN_ARMS)})")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs go (default: runs)")
+    parser.add_argument("--fresh", action="store_true", help="delete earlier runs of these arms first")
+    parser.add_argument("--check", action="store_true", help="check the configurations and stop")
+    parser.add_argument("--print-config", metavar="ARM", help="print the resolved configuration of ARM and stop")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every arm: trainer.total_training_steps=5")
+    args = parser.parse_args(argv)
+    recipe = args.recipe.resolve()
+    runs = args.runs.resolve() / recipe.name
+    try:
+        if args.print_config:
+            print(resolved_yaml(compose(recipe, args.print_config, runs / args.print_config, args.overrides)))
+            return 0
+        chosen = args.arms.split(",") if args.arms else [a for a in MAIN_ARMS if a in arms(recipe)]
+        configs = {arm: compose(recipe, arm, runs / arm, args.overrides) for arm in chosen}
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = check(recipe, configs)
+    if found:
+        print(f"recipe {recipe.name} cannot run here:", *(f"  - {p}" for p in found), sep="\n", file=sys.stderr)
+        return 2
+    if args.check:
+        print(f"recipe {recipe.name}: {', '.join(configs)} can run")
+        return 0
+    code = 0
+    for arm, config in configs.items():
+        code = Arm(recipe, arm, runs / arm, config, args.overrides).run(args.fresh) or code
+        subprocess.run([sys.executable, "-m", "verl.jetrl.report", str(runs)], check=True)
+        if code > 128:
+            return code
+    return code
+
+
+def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
+    """Problems of all arms, each named once; data that is missing is made when the recipe can make it."""
+    prepare = recipe / "prepare.py"
+    others: dict[str, None] = {}
+    data: dict[str, None] = {}
+    for config in configs.values():
+        for problem in preflight.problems(config):
+            (data if problem.startswith("data.") and "does not exist" in problem else others)[problem] = None
+    if data and prepare.is_file():
+        folder = Path(next(iter(configs.values())).data.train_files).parent
+        result = subprocess.run([sys.executable, prepare, "--out", folder], capture_output=True, text=True)
+        if result.returncode == 0:
+            data = {p: None for c in configs.values() for p in preflight.problems(c) if p.startswith("data.")}
+        else:
+            lines = result.stderr.strip().splitlines() or ["no message"]
+            data = {f"data: {prepare.relative_to(recipe.parent.parent)} failed: {lines[-1]}": None}
+    return [*others, *data]
+
+
+class Arm:
+    """One arm's run: its folder, its process tree, its progress bar.
+
+    The folder holds ``config.yaml``, ``status.json``, ``log.txt``, ``segments/NNN.jsonl`` (one file per start, written by
+    verl's file tracker), ``tensorboard/`` and ``checkpoints/``.
+    """
+
+    def __init__(self, recipe: Path, arm: str, folder: Path, config: DictConfig, overrides: Sequence[str]) -> None:
+        self.recipe, self.arm, self.folder, self.config, self.overrides = recipe, arm, folder, config, list(overrides)
+        self.total = config.trainer.total_training_steps
+        self.run_id = uuid.uuid4().hex[:12]
+        self.segments_seen: set[str] = set()
+
+    def run(self, fresh: bool = False) -> int:
+        """Runs to the end, to an error or to a signal; returns the exit code (128 + signal when stopped)."""
+        status = self._read("status.json")
+        self._end_earlier()
+        if fresh and self.folder.exists():
+            subprocess.run(["rm", "-rf", str(self.folder)], check=True)
+        elif status.get("state") == "finished" and status.get("total_steps") == self.total:
+            print(f"{self.arm}: finished already, {self.total} steps (--fresh or `make clean-runs` to run it again)")
+            return 0
+        (self.folder / "segments").mkdir(parents=True, exist_ok=True)
+        step = checkpoints.repair(self.folder / "checkpoints")
+        if step:
+            print(f"{self.arm}: going on from step {step}")
+        write_atomically(self.folder / "config.yaml", resolved_yaml(self.config))
+        number = len(list((self.folder / "segments").glob("*.jsonl"))) + 1
+        segment = self.folder / "segments" / f"{number:03d}.jsonl"
+        return self._supervise(segment, step or 0)
+
+    def _supervise(self, segment: Path, first_step: int) -> int:
+        self._status("running", started=time.time(), ended=None, error=None)
+        log = self.folder / "log.txt"
+        previous = {s: signal.signal(s, _raise_stopped) for s in (signal.SIGINT, signal.SIGTERM)}
+        state, error, code = "failed", None, 1
+        child = None
+        try:
+            with open(log, "ab") as out:
+                log_start = out.tell()
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "verl.jetrl.train", self.recipe, self.arm, self.folder]
+                    + [f"+ray_kwargs.ray_init._temp_dir={processes.ray_dir(self.run_id)}", *self.overrides],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=environment(machine(), self.run_id, self.folder, segment),
+                    cwd=self.folder,
+                )
+            self._watch(child, segment, first_step)
+            code = child.returncode
+            if code == 0:
+                state = "finished"
+            else:
+                error = last_error(log.read_bytes()[log_start:].decode(errors="replace")) or f"exit code {code}"
+        except Stopped as stop:
+            state, code, error = "stopped", 128 + stop.args[0], f"stopped by {signal.Signals(stop.args[0]).name}"
+        finally:
+            for s in previous:
+                signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
+            processes.end(self.run_id, self.segments_seen)
+            self._status(state, ended=time.time(), error=error)
+            for s, handler in previous.items():
+                signal.signal(s, handler)
+        if state == "failed":
+            print(f"{self.arm} failed: {error}\n  full log: {log}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+
+    def _watch(self, child: subprocess.Popen, segment: Path, first_step: int) -> None:
+        """Shows progress until the child ends."""
+        position, seen_at = 0, 0.0
+        interactive = sys.stderr.isatty()
+        with tqdm(
+            total=self.total, initial=first_step, desc=self.arm, unit="step", mininterval=0 if interactive else 15
+        ) as bar:
+            bar.set_postfix_str("starting")
+            while child.poll() is None:
+                time.sleep(POLL_S)
+                position = _advance(bar, segment, position)
+                if time.monotonic() - seen_at > 2:
+                    seen_at = time.monotonic()
+                    bar.refresh() if interactive else None
+                    before = len(self.segments_seen)
+                    self.segments_seen |= processes.shared_memory(processes.of_run(self.run_id))
+                    if len(self.segments_seen) > before:
+                        self._status("running", shared_memory=sorted(self.segments_seen))
+            _advance(bar, segment, position)
+
+    def _end_earlier(self) -> None:
+        """Ends what a killed run of this arm left; refuses when it is still being supervised."""
+        status = self._read("status.json")
+        if status.get("state") != "running":
+            return
+        supervisor = Path(f"/proc/{status['supervisor']}/cmdline")
+        if supervisor.exists() and b"verl.jetrl.run" in supervisor.read_bytes() and status["supervisor"] != os.getpid():
+            raise SystemExit(f"error: {self.arm} is running already (process {status['supervisor']})")
+        processes.end(status["run_id"], set(status.get("shared_memory", ())))
+
+    def _status(self, state: str, **values: object) -> None:
+        status = self._read("status.json") | {
+            "state": state,
+            "total_steps": self.total,
+            "run_id": self.run_id,
+            "supervisor": os.getpid(),
+            "device": device_name(),
+            "versions": {name: version(name) for name in VERSIONS},
+            "command": " ".join(["python -m verl.jetrl.run", *sys.argv[1:]]),
+        }
+        write_atomically(self.folder / "status.json", json.dumps(status | values, indent=1))
+
+    def _read(self, name: str) -> dict:
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _advance(bar: tqdm, segment: Path, position: int) -> int:
+    """Moves the bar by the records written since ``position``; returns the new position."""
+    if not segment.exists():
+        return position
+    with open(segment, "rb") as file:
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            position += len(line)
+            record = json.loads(line)
+            data = record["data"]
+            if names.REWARD in data:
+                bar.set_postfix_str(
+                    f"reward {data[names.REWARD]:.3f}, |Δlog p| {data[names.ABS_DLOGP_MEAN]:.1e}", refresh=False
+                )
+                bar.update(record["step"] - bar.n)
+            else:
+                bar.set_postfix_str("validated", refresh=False)
+    return position
+
+
+def last_error(log: str) -> str | None:
+    """The message that a failed run's log ends with: of the last traceback, the first raised exception."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in log.splitlines()]
+    messages = [m.group(1) for line in lines if (m := ERROR_LINE.match(line)) and "RayTaskError" not in m.group(1)]
+    return messages[-1].strip() if messages else None
+
+
+def device_name() -> str:
+    """The GPU's name, or the processor's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"CPU {line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return "CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

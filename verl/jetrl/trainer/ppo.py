@@ -1,0 +1,166 @@
+"""verl's synchronous V1 trainer with the fork's workers, checks and metrics.  All arms run through it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from omegaconf import DictConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1 import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from verl.jetrl import flow_check, patching, weights
+from verl.jetrl import metric_names as names
+from verl.jetrl.metrics import mismatch
+from verl.jetrl.precision import PrecisionFlow
+from verl.jetrl.trainer.worker import JetRLWorker
+
+
+def _load_replica() -> type:
+    from verl.jetrl.rollout.server import JetRLReplica
+
+    return JetRLReplica
+
+
+class RolloutError(RuntimeError):
+    """The rollout failed: requests raised, or weights or versions are not what they must be."""
+
+
+class JetRLTrainer(PPOTrainerSync):
+    """One GRPO run of one arm."""
+
+    def __init__(self, config: DictConfig) -> None:
+        patching.require_active("verl")
+        super().__init__(config)
+        self.replay_buffer.watch = self._watch_rollout
+        RolloutReplicaRegistry.register("vllm", _load_replica)
+        self._submitted_at = 0.0
+        self._updates = 0
+
+    @property
+    def flow(self) -> PrecisionFlow:
+        return PrecisionFlow(**self.config.actor_rollout_ref.actor.fsdp_config.precision_flow)
+
+    # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            if "actor" in str(role) or "ref" in str(role):
+                self.role_worker_mapping[role] = ray.remote(JetRLWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        self._check_precision_flow()
+        self._check_weights()
+
+    def _ask_rollout(self, method: str) -> list[Any]:
+        """Answers of every vLLM worker of every replica."""
+        replicas = self.llm_server_manager.get_replicas()
+        answers = ray.get([server.ask_workers.remote(method) for replica in replicas for server in replica.servers])
+        return [answer for workers in answers for answer in workers]
+
+    def _check_precision_flow(self) -> None:
+        trainer = self.actor_rollout_wg.jetrl_describe_precision()[0]
+        rollout = self._ask_rollout("jetrl_describe_precision")[0]
+        rows = flow_check.compare(trainer, rollout)
+        print("Precision flow\n" + flow_check.table(rows), flush=True)
+        flow_check.require_equal(rows, self.config.jetrl.mixed_precision)
+
+    def _check_weights(self) -> None:
+        """Every worker of the rollout holds the trainer's weights, or the run stops and names the tensor."""
+        mine = self.actor_rollout_wg.jetrl_weight_digests()[0]
+        for theirs in self._ask_rollout("jetrl_weight_digests"):
+            stock_fp8 = self.config.actor_rollout_ref.rollout.quantization is not None
+            different = weights.compare(mine, theirs, quantized_by_rollout=stock_fp8)
+            if different:
+                raise RolloutError(
+                    f"after update {self._updates} (step {self.global_steps}) the rollout's weights are not the "
+                    f"trainer's: {len(different)} tensors differ, first {different[0]}. The weight update did not arrive."
+                )
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._updates += 1
+        every = self.config.jetrl.verify_weights_every
+        if every and self._updates % every == 0:
+            self._check_weights()
+
+    # --- rollout --------------------------------------------------------------------------------------------------
+
+    def _fetch_one_gen_batch(self):
+        batch = super()._fetch_one_gen_batch()
+        # verl's random ids order the batch; ids made of step and position make two runs' batches equal.
+        tu.assign_non_tensor_stack(batch, "uid", [f"s{self.global_steps}p{i}" for i in range(len(batch))])
+        return batch
+
+    def _submit_batch_to_rollout(self, batch) -> int:
+        self._submitted_at = time.time()
+        return super()._submit_batch_to_rollout(batch)
+
+    def _watch_rollout(self) -> None:
+        """Called while the trainer waits for responses: a failed request or a dead server ends the run."""
+        error = self.agent_loop_manager.first_error()
+        if error:
+            raise RolloutError(f"a request of step {self.global_steps} failed in the rollout: {error}")
+        replicas = self.llm_server_manager.get_replicas()
+        ray.get([server.check_health.remote() for replica in replicas for server in replica.servers])
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """verl calls this to replace failed prompts, and would go on for ever."""
+        self._watch_rollout()
+        raise RolloutError(f"{num_prompts} prompts of step {self.global_steps} failed in the rollout")
+
+    def _balance_batch(self, batch, metrics, **kwargs):
+        order = {key: _position(key) for key in batch.keys}
+        batch.reorder(sorted(range(len(batch.keys)), key=lambda i: order[batch.keys[i]]))
+        self._check_versions(batch)
+        return super()._balance_batch(batch, metrics, **kwargs)
+
+    def _check_versions(self, batch) -> None:
+        expected = self.global_steps - 1
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            if {tag["min_global_steps"], tag["max_global_steps"]} != {expected}:
+                raise RolloutError(
+                    f"response {key} of step {self.global_steps} was sampled from weight version "
+                    f"{tag['min_global_steps']}..{tag['max_global_steps']}, not {expected}"
+                )
+
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    def _compute_old_log_prob(self, batch, metrics: dict):
+        batch = super()._compute_old_log_prob(batch, metrics)
+        metrics.update(self._mismatch(batch))
+        return batch
+
+    def _mismatch(self, batch) -> dict[str, float]:
+        fields = ["rollout_log_probs", "old_log_probs", "response_mask", "extra_fields"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        finished = [extra["finished_at"] for extra in data.pop("extra_fields").tolist()]
+        padded = DataProto(batch=data.to_padded_tensor()).batch
+        values = mismatch(padded["rollout_log_probs"], padded["old_log_probs"], padded["response_mask"])
+        values[names.TIME_ROLLOUT] = max(finished) - self._submitted_at
+        values[names.PADDING_ABS_DLOGP] = max(self.actor_rollout_wg.jetrl_padding_abs_dlogp())
+        return values
+
+    def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        for name in names.CLIP:
+            metrics[name] = metrics.pop(f"actor/{name}")
+        metrics[names.TIME_LOG_PROB] = timing_raw["old_log_prob"]
+        metrics[names.TIME_UPDATE] = timing_raw["update_actor"]
+        metrics[names.TIME_WEIGHT_SYNC] = timing_raw["update_weights"]
+        metrics[names.TIME_STEP] = timing_raw["step"]
+        metrics[names.TOKENS_PER_S] = metrics["perf/total_num_tokens"] / timing_raw["step"]
+        metrics[names.PEAK_MEMORY_GB] = metrics["actor/perf/max_memory_allocated_gb"]
+
+
+def _position(key: str) -> tuple[int, int, int, int]:
+    """(step, prompt, sample, output) of a trajectory's key ``s<step>p<prompt>_<sample>_<output>``."""
+    uid, sample, output = key.rsplit("_", 2)
+    step, _, prompt = uid[1:].partition("p")
+    return int(step), int(prompt), int(sample), int(output)

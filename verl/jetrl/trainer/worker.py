@@ -1,0 +1,50 @@
+"""verl's hybrid worker (actor, rollout handle, reference policy) with the fork's engine, adapter and checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+import verl.jetrl.trainer.losses  # noqa: F401  registers the policy loss
+from verl.jetrl import patching
+from verl.jetrl.trainer import engine
+from verl.jetrl.weights import fused_digests
+
+engine.register()
+_ROLLOUT_REGISTRY[("vllm", "async")] = "verl.jetrl.rollout.adapter.JetRLServerAdapter"
+
+
+class JetRLWorker(ActorRolloutRefWorker):
+    """One trainer process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        patching.require_active("verl")
+        if get_device_name() == "cpu":
+            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+            initialize_global_process_group_ray(backend="cpu:gloo")
+        super().__init__(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def jetrl_patches(self) -> dict[str, str]:
+        """State of every verl patch in this process."""
+        return patching.status("verl")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def jetrl_describe_precision(self) -> list[dict[str, str]]:
+        """One row per weight-bearing operator of the actor's module tree."""
+        return self.actor.engine.describe_precision()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def jetrl_weight_digests(self) -> dict[str, str]:
+        """SHA-256 of every tensor as the rollout must hold it, under the rollout's names."""
+        return fused_digests(self.actor.engine.rollout_weights())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def jetrl_padding_abs_dlogp(self) -> float:
+        """Mean |log(1 - p(padding ids))| of the last log-prob pass; 0 where nothing is unmasked."""
+        return getattr(self.actor.engine, "padding_abs_dlogp", 0.0)

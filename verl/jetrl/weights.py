@@ -1,0 +1,51 @@
+"""Hashes of weights: trainer and rollout must hold the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# The rollout's fused layers and the trainer's layers in them, in row order.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
+
+
+def digest(tensors: Tensor | Iterable[Tensor]) -> str:
+    """SHA-256 of one tensor, or of tensors stacked by rows: their bytes in order, total shape and dtype."""
+    parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    sha = hashlib.sha256(f"{shape} {parts[0].dtype}".encode())
+    for part in parts:
+        data = part.detach().contiguous().cpu().reshape(-1)
+        sha.update(data.view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def fused_digests(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Digests under the rollout's names of a stream of the trainer's weights (q, k, v and gate, up fused by rows)."""
+    fused: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in weights:
+        layer, _, kind = name.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        group, index = _PART_OF.get(last, (last, 0))
+        fused.setdefault(".".join(filter(None, (parent, group, kind))), {})[index] = tensor
+    return {name: digest(parts[i] for i in sorted(parts)) for name, parts in fused.items()}
+
+
+def compare(trainer: dict[str, str], rollout: dict[str, str], quantized_by_rollout: bool = False) -> list[str]:
+    """Names whose digests differ, or that only one side has; empty when both sides hold the same weights.
+
+    ``quantized_by_rollout``: stock FP8 rollouts hold bytes that the trainer never had; only the tensors that stay BF16
+    are compared then.
+    """
+    names = trainer.keys() | rollout.keys()
+    if quantized_by_rollout:
+        names = {n for n in names if not n.endswith("_proj.weight") and not n.endswith("_scale_inv")}
+    if "lm_head.weight" not in rollout:
+        names -= {"lm_head.weight"}  # tied to the embedding
+    if not names:
+        raise ValueError("no tensor is held by both sides: nothing to compare")
+    return sorted(n for n in names if trainer.get(n) != rollout.get(n))
