@@ -50,6 +50,7 @@ def compose(recipe: Path, arm: str, run_dir: Path, overrides: Sequence[str] = ()
                 SEARCH_PATH,
                 f"+machine={machine()}",
                 f"+jetrl.recipe_dir={recipe}",
+                f"+jetrl.data_dir={run_dir.resolve().parent / 'data'}",
                 f"+jetrl.arm={arm}",
                 f"trainer.project_name={recipe.name}",
                 f"trainer.experiment_name={arm}",

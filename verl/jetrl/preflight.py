@@ -14,6 +14,7 @@ from verl.jetrl import patching
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 
 GB = 2**30
+MISSING_DATA = "does not exist"
 BYTES_PER_PARAMETER = 12  # FP32 master and two FP32 Adam moments
 
 
@@ -73,7 +74,7 @@ def _data(config: DictConfig) -> list[str]:
         files = config.data[key]
         for file in [files] if isinstance(files, str) else files:
             if not Path(file).expanduser().is_file():
-                found.append(f"data.{key}: {file} does not exist; recipes/{config.trainer.project_name}/prepare.py makes it")
+                found.append(f"data.{key}: {file} {MISSING_DATA}")
     if config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size:
         found.append(
             f"data.train_batch_size={config.data.train_batch_size} is not a multiple of "

@@ -81,22 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
-    """Problems of all arms, each named once; data that is missing is made when the recipe can make it."""
-    prepare = recipe / "prepare.py"
-    others: dict[str, None] = {}
-    data: dict[str, None] = {}
-    for config in configs.values():
-        for problem in preflight.problems(config):
-            (data if problem.startswith("data.") and "does not exist" in problem else others)[problem] = None
-    if data and prepare.is_file():
-        folder = Path(next(iter(configs.values())).data.train_files).parent
-        result = subprocess.run([sys.executable, prepare, "--out", folder], capture_output=True, text=True)
-        if result.returncode == 0:
-            data = {p: None for c in configs.values() for p in preflight.problems(c) if p.startswith("data.")}
-        else:
-            lines = result.stderr.strip().splitlines() or ["no message"]
-            data = {f"data: {prepare.relative_to(recipe.parent.parent)} failed: {lines[-1]}": None}
-    return [*others, *data]
+    """Problems of all arms, each named once; missing data is made when the recipe has a script for it."""
+
+    def all_problems() -> list[str]:
+        return list(dict.fromkeys(problem for config in configs.values() for problem in preflight.problems(config)))
+
+    found = all_problems()
+    config = next(iter(configs.values()))
+    if config.jetrl.prepare is None or not any(preflight.MISSING_DATA in problem for problem in found):
+        return found
+    print(f"making the data of recipe {recipe.name} in {config.jetrl.data_dir}")
+    command = [sys.executable, recipe / config.jetrl.prepare, "--out-dir", config.jetrl.data_dir]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode == 0:
+        return all_problems()
+    said = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    return [p for p in found if preflight.MISSING_DATA not in p] + [f"data: {config.jetrl.prepare} failed: {said}"]
 
 
 class Arm:
