@@ -33,9 +33,9 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 BLOCK = 128
-# The smallest amax a scale is derived from: keeps the scale of an all-zero group a normal FP32 number, and lies far
-# below any gradient that BF16 can usefully hold, so no real group is ever scaled by the floor.
-AMAX_FLOOR = 2.0**-100
+# The smallest amax a scale is derived from.  8e-25 lies far below any gradient, so no real group is scaled by the floor,
+# and leaves room in FP32 for the exact remainder by which the GPU kernels round a quotient correctly.
+AMAX_FLOOR = 2.0**-80
 NAN_BYTE = 0x7F
 
 
@@ -53,7 +53,8 @@ def groups(n: int) -> int:
 
 def scale_of(amax: Tensor) -> Tensor:
     """FP32 scales from FP32 group maxima (any shape); a non-finite maximum gives NaN."""
-    s = amax.clamp(min=AMAX_FLOOR) / FP8_MAX
+    # Divide by a tensor: by a Python number torch multiplies with its reciprocal on CUDA, which is another rounding.
+    s = amax.clamp(min=AMAX_FLOOR) / torch.full((), FP8_MAX, dtype=amax.dtype, device=amax.device)
     return torch.where(torch.isfinite(amax), s, torch.nan)
 
 
@@ -91,9 +92,7 @@ def quantize_blocks(w_NK: Tensor) -> Quantized:
     N, K = w_NK.shape
     B, G = groups(N), groups(K)
     if not (N and K):
-        return Quantized(
-            w_NK.new_zeros((N, K), dtype=torch.uint8).view(FP8), w_NK.new_zeros((B, G), dtype=torch.float32)
-        )
+        return Quantized(w_NK.new_zeros((N, K), dtype=torch.uint8).view(FP8), w_NK.new_zeros((B, G), dtype=torch.float32))
     padded = torch.nn.functional.pad(w_NK.float(), (0, G * BLOCK - K, 0, B * BLOCK - N))
     s_BG = scale_of(padded.view(B, BLOCK, G, BLOCK).abs().amax((1, 3)))
     return Quantized(cast(w_NK, expand(s_BG, (N, K))), s_BG)
@@ -109,9 +108,7 @@ def dequantize(w: Quantized) -> Tensor:
     return w.q.float() * expand(w.s, w.q.shape)
 
 
-def gemm_nt(
-    a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.bfloat16, accumulate: Tensor | None = None
-) -> Tensor:
+def gemm_nt(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.bfloat16, accumulate: Tensor | None = None) -> Tensor:
     """``a_RK @ b_CK.T`` with one FP32 accumulation per 128-block of K: the reference of fprop, dgrad and wgrad.
 
     ``a`` and ``b`` have scales per row or per 128x128 block along K.  Products of FP8 numbers and their sums over one

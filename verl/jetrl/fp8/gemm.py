@@ -37,8 +37,7 @@ def deep_gemm() -> ModuleType:
         except ImportError as error:
             tried.append(f"{name}: {error}")
     raise ImportError(
-        "FP8 GEMMs need DeepGEMM. Install vllm (which ships it as vllm.third_party.deep_gemm) or deep_gemm. "
-        + "; ".join(tried)
+        "FP8 GEMMs need DeepGEMM. Install vllm (which ships it as vllm.third_party.deep_gemm) or deep_gemm. " + "; ".join(tried)
     )
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the FP8 format: quantizers, and the producers (RMSNorm, SiLU*mul) fused with them.
+"""GPU kernels of the FP8 format: quantizers, and the producers (RMSNorm, SiLU*mul) fused with them.
 
 Every kernel works on tiles of 128 columns and writes up to two FP8 forms of a tile from one read of its source:
 
@@ -16,6 +16,10 @@ P is M rounded up to a multiple of 128: the tokens past M are zeros, which neith
 Layout of scales per row: ``s[m, g]`` has strides ``(1, align(M, 4))``, the layout in which TMA reads them, so that the
 GEMM launches no transposing kernel of its own.
 
+The kernels are written in Gluon, Triton's language with explicit layouts: a tile is transposed as BF16, by matrix loads
+from shared memory, and then quantized along its other axis.  (Triton's own choice of layouts transposed bytes one by
+one and ran at 0.4 of the bandwidth.)  Under ``TRITON_INTERPRET=1`` the same source runs as plain Triton on the CPU.
+
 The bytes are those of :mod:`verl.jetrl.fp8.format`.  A maximum is exact whatever its order, so a quantizer's result
 does not depend on tile sizes; RMSNorm's sum of squares does, and is always taken by the same code over a whole row.
 """
@@ -24,11 +28,46 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
+import triton.language
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from verl.jetrl.fp8 import format as ref
 from verl.jetrl.fp8.format import BLOCK, FP8, Quantized, groups
+
+# Triton's interpreter knows no layouts, neither rounds to float8e4nv correctly nor to BF16, and has no fused
+# multiply-add: there the kernels use an IEEE division and round by integer arithmetic instead.
+NATIVE = not triton.knobs.runtime.interpret
+if NATIVE:
+    tl, jit = gl, gluon.jit
+
+    @gluon.jit
+    def _iota(n: gl.constexpr, layout: gl.constexpr):
+        return gl.arange(0, n, layout=layout)
+
+    @gluon.jit
+    def _relayout(x, layout: gl.constexpr):
+        return gl.convert_layout(x, layout)
+
+    @gluon.jit
+    def _barrier():
+        gl.thread_barrier()
+else:
+    tl, jit = triton.language, triton.jit
+
+    @triton.jit
+    def _iota(n: tl.constexpr, layout: tl.constexpr):
+        return tl.arange(0, n)
+
+    @triton.jit
+    def _relayout(x, layout: tl.constexpr):
+        return x
+
+    @triton.jit
+    def _barrier():
+        tl.debug_barrier()
+
 
 _AMAX_FLOOR = tl.constexpr(ref.AMAX_FLOOR)
 _FP8_MAX = tl.constexpr(ref.FP8_MAX)
@@ -40,42 +79,43 @@ _PLAIN, _SILU_MUL, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # How a form is grouped.
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Triton's interpreter neither rounds to float8e4nv correctly nor has a fused multiply-add: there the kernels use an
-# IEEE division and round by integer arithmetic instead.
-NATIVE = not triton.knobs.runtime.interpret
+# Layouts of a 128x128 tile, in two slices of 64 columns: coalesced along columns for reading and for rows, and along
+# tokens, 16 per thread, for the transposed form.  8 warps with 128 registers each: two tiles per multiprocessor.
+_ROW_LAYOUT = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+_TOKEN_LAYOUT = gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1])
+_TILE = dict(ROW_LAYOUT=_ROW_LAYOUT, TOKEN_LAYOUT=_TOKEN_LAYOUT, num_warps=8, maxnreg=128)
 
 
-@triton.jit
+@jit
 def _scale(amax_bits):
     """Scales from the bits of max|x|.  As integers NaN > infinity > finite, so a maximum of bits keeps NaN."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    s = tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX + tl.zeros_like(amax))
-    return tl.where(amax_bits >= _INF_BITS, float("nan"), s)
+    return tl.where(amax_bits >= _INF_BITS, float("nan"), tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX))
 
 
-@triton.jit
+@jit
 def _abs_bits(x):
-    return x.to(tl.int32, bitcast=True) & _ABS_MASK
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & _ABS_MASK
 
 
-@triton.jit
-def _encode(x, s, NATIVE: tl.constexpr):
-    """The bytes of round(x / s); ``s`` is broadcast to ``x``, and a NaN scale gives 0x7F everywhere."""
+@jit
+def _reciprocal(s):
+    return tl.div_rn(1.0, s)
+
+
+@jit
+def _encode(x, s, r, NATIVE: tl.constexpr):
+    """The bytes of round(x / s); r is the reciprocal of s.  A NaN scale gives 0x7F everywhere."""
+    x = x.to(tl.float32)
     if NATIVE:
         # A correctly rounded quotient without a division per value: multiply by the correctly rounded reciprocal,
-        # then correct by the exact remainder.  Scaling tiny groups by a power of two keeps the remainder a normal
-        # number; this order of signs keeps -0.  tests/gpu/test_fp8_kernels.py compares it with IEEE division over
-        # every pair of BF16 value and scale.
-        up = tl.where(s < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)  # 2**-60, 2**64
-        s = s * up
-        r = tl.div_rn(1.0 + tl.zeros_like(s), s)
-        x = x * up
+        # then correct by the exact remainder.  The signs are arranged so that -0 stays -0.
+        # tests/gpu/test_fp8_kernels.py compares it with IEEE division over every pair of BF16 maximum and value.
         y = x * r
-        y = tl.fma(-tl.fma(y, s + tl.zeros_like(y), -x), r + tl.zeros_like(y), y)
+        y = tl.fma(tl.fma(y, s, x * -1.0), r * -1.0, y)
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        y = tl.div_rn(x, s + tl.zeros_like(x))
-        bits = y.to(tl.int32, bitcast=True)
+        bits = tl.div_rn(x, s).to(tl.int32, bitcast=True)
         mag = bits & _ABS_MASK
         normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - (120 << 3)
         # Adding 2**14 rounds to a multiple of 2**-9, the smallest FP8 number, in the FP32 mantissa.
@@ -85,9 +125,9 @@ def _encode(x, s, NATIVE: tl.constexpr):
         return code.to(tl.uint8)
 
 
-@triton.jit
+@jit
 def _bf16(x, NATIVE: tl.constexpr):
-    """Round FP32 values to BF16 and back."""
+    """FP32 values rounded to BF16, as FP32."""
     if NATIVE:
         return x.to(tl.bfloat16).to(tl.float32)
     else:  # the interpreter truncates
@@ -96,175 +136,241 @@ def _bf16(x, NATIVE: tl.constexpr):
         return tl.where((bits & _ABS_MASK) > _INF_BITS, bits, rounded).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _sigmoid(x):
-    return tl.div_rn(1.0 + tl.zeros_like(x), 1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp(x * -1.0))  # within 2 ulp of IEEE; every kernel that needs it calls this
 
 
-@triton.jit
-def _write_tile(
-    x, q, s, q_t, s_t, m, k, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Quantize one tile ``x`` (BLOCK_M, 128), zero outside (M, K), into the forms asked for."""
-    bits = _abs_bits(x)
-    if ROWS != _NONE or TRANSPOSED == _BLOCK:
-        row_amax = tl.max(bits, 1)
-    if ROWS == _BLOCK or TRANSPOSED == _BLOCK:
-        block_s = _scale(tl.max(row_amax, 0))
-        tl.store(s_t + k_block * stride_st_k + m_block * stride_st_m, block_s)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    at = m[:, None].to(tl.int64) * K + k[None, :]
-    if ROWS == _GROUP:
-        s_m = _scale(row_amax)
-        tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
-        tl.store(q + at, _encode(x, s_m[:, None], NATIVE), mask=inside)
-    if ROWS == _BLOCK:
-        byte = _encode(x, block_s, NATIVE)
-        tl.store(q + at, byte, mask=inside)
-    if TRANSPOSED != _NONE:
-        if TRANSPOSED == _GROUP:
-            s_k = _scale(tl.max(bits, 0))
-            tl.store(s_t + k * stride_st_k + m_block * stride_st_m, s_k, mask=k < K)
-            byte = _encode(x, s_k[None, :], NATIVE)
-        elif ROWS != _BLOCK:
-            byte = _encode(x, block_s, NATIVE)
-        at_t = k[:, None].to(tl.int64) * M_T + m[None, :]
-        tl.store(q_t + at_t, tl.trans(byte), mask=(k[:, None] < K) & (m[None, :] < M_T))
-
-
-@triton.jit
-def _silu_mul_tile(gate_up, at, inside, I, NATIVE: tl.constexpr):
+@jit
+def _silu_mul(gate_up, at, inside, I, NATIVE: tl.constexpr):
+    """silu(gate) * up, rounded to BF16 after each of the two operations."""
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
-    return _bf16(_bf16(gate * _sigmoid(gate), NATIVE) * up, NATIVE)
+    return _bf16(_bf16(gate * _sigmoid(gate), NATIVE) * up, NATIVE).to(tl.bfloat16)
 
 
-@triton.jit
-def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, NATIVE: tl.constexpr):
-    i_blocks = (I + 127) // 128
-    m = (tl.program_id(0) // i_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = (tl.program_id(0) % i_blocks) * 128 + tl.arange(0, 128)
-    inside = (m[:, None] < M) & (i[None, :] < I)
-    row = m[:, None].to(tl.int64) * I
-    tile = _silu_mul_tile(gate_up, 2 * row + i[None, :], inside, I, NATIVE)
-    tl.store(y + row + i[None, :], tile.to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def _quantize_kernel(
-    x, x_s, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
-    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    k_blocks = (K + 127) // 128
-    m_block = tl.program_id(0) // k_blocks
-    k_block = tl.program_id(0) % k_blocks
-    m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = k_block * 128 + tl.arange(0, 128)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    at = m[:, None].to(tl.int64) * stride_x + k[None, :]
+@jit
+def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.constexpr, NATIVE: tl.constexpr):
     if SOURCE == _PLAIN:
-        tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.load(x + at, mask=inside, other=0.0)
     elif SOURCE == _SILU_MUL:
-        tile = _silu_mul_tile(x, at, inside, K, NATIVE)
+        tile = _silu_mul(x, at, inside, K, NATIVE)
     else:
         byte = tl.load(x + at, mask=inside, other=0)
         scale = tl.load(x_s + k_block * stride_xs + m, mask=m < M, other=0.0)
         tile = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-    _write_tile(
-        tile, q, s, q_t, s_t, m, k, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-        ROWS, TRANSPOSED, NATIVE,
+    return tile
+
+
+@jit
+def _write_forms(
+    left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of (128, 64) ``left`` and ``right``, zero outside (M, K), into the forms asked for."""
+    parts = (left, right)
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    k_0 = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+    row = m[:, None].to(tl.int64) * K
+    m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
+    k_t0 = k_block * 128 + _iota(64, gl.SliceLayout(0, TOKEN_LAYOUT))
+    if ROWS != _NONE or TRANSPOSED == _BLOCK:
+        row_amax = tl.maximum(tl.max(_abs_bits(left), 1), tl.max(_abs_bits(right), 1))
+    if ROWS == _BLOCK or TRANSPOSED == _BLOCK:
+        s_b = _scale(tl.max(row_amax, 0))
+        r_b = _reciprocal(s_b)
+        tl.store(s_t + k_block * stride_st_k + m_block * stride_st_m, s_b)
+    if ROWS == _GROUP:
+        s_m = _scale(row_amax)
+        r_m = _reciprocal(s_m)
+        tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
+    for half in tl.static_range(2):
+        k = k_0 + half * 64
+        at = row + k[None, :]
+        inside = (m[:, None] < M) & (k[None, :] < K)
+        if ROWS == _GROUP:
+            tl.store(q + at, _encode(parts[half], s_m[:, None], r_m[:, None], NATIVE), mask=inside)
+        if ROWS == _BLOCK:
+            tl.store(q + at, _encode(parts[half], s_b, r_b, NATIVE), mask=inside)
+        if TRANSPOSED != _NONE:
+            k_t = k_t0 + half * 64
+            tile = _relayout(parts[half], TOKEN_LAYOUT)
+            if TRANSPOSED == _GROUP:
+                s_k = _scale(tl.max(_abs_bits(tile), 0))
+                tl.store(s_t + k_t * stride_st_k + m_block * stride_st_m, s_k, mask=k_t < K)
+                byte = _encode(tile, s_k[None, :], _reciprocal(s_k)[None, :], NATIVE)
+            else:
+                byte = _encode(tile, s_b, r_b, NATIVE)
+            at_t = k_t[None, :].to(tl.int64) * M_T + m_t[:, None]
+            tl.store(q_t + at_t, byte, mask=(k_t[None, :] < K) & (m_t[:, None] < M_T))
+
+
+@jit
+def _tiles_kernel(
+    x, x_s, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
+    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_LAYOUT: tl.constexpr,
+    TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
+    k_blocks = (K + 127) // 128
+    m_block = tl.program_id(0) // k_blocks
+    k_block = tl.program_id(0) % k_blocks
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    k = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+    at = m[:, None].to(tl.int64) * stride_x + k[None, :]
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    left = _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE, NATIVE)
+    inside = (m[:, None] < M) & (k[None, :] + 64 < K)
+    right = _load_tile(x, x_s, at + 64, inside, m, M, k_block, K, stride_xs, SOURCE, NATIVE)
+    _write_forms(
+        left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
+        ROWS, TRANSPOSED, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
     )  # fmt: skip
 
 
-@triton.jit
-def _silu_mul_backward_kernel(
-    gu, dy, d_gu, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m,
-    FP8_OUT: tl.constexpr, BLOCK_M: tl.constexpr, NATIVE: tl.constexpr,
+@jit
+def _rows_kernel(
+    x, q, s, M, K, stride_x, stride_s,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gate and up, as BF16 ``(M, 2I)`` or as FP8 rows and transposed groups of it.  I % 128 == 0."""
-    i_blocks = I // 128 if FP8_OUT else (I + 127) // 128
+    """(BLOCK_M, 128) values into FP8 rows."""
+    k_blocks = (K + 127) // 128
+    k_block = tl.program_id(0) % k_blocks
+    m = (tl.program_id(0) // k_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    k = k_block * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    at = m[:, None].to(tl.int64) * stride_x + k[None, :]
+    tile = _load_tile(x, None, at, inside, m, M, k_block, K, 0, SOURCE, NATIVE)
+    s_m = _scale(tl.max(_abs_bits(tile), 1))
+    tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
+    byte = _encode(tile, s_m[:, None], _reciprocal(s_m)[:, None], NATIVE)
+    tl.store(q + m[:, None].to(tl.int64) * K + k[None, :], byte, mask=inside)
+
+
+@jit
+def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr):
+    i_blocks = (I + 127) // 128
+    m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
+    inside = (m[:, None] < M) & (i[None, :] < I)
+    row = m[:, None].to(tl.int64) * I
+    tl.store(y + row + i[None, :], _silu_mul(gate_up, 2 * row + i[None, :], inside, I, NATIVE), mask=inside)
+
+
+@jit
+def _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE: tl.constexpr):
+    """Gradients of gate and up, rounded to BF16 where BF16 operations would round."""
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy + at_dy, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(gate)
+    d_up = _bf16(dy * _bf16(gate * sigmoid, NATIVE), NATIVE).to(tl.bfloat16)
+    d_gate = _bf16(_bf16(dy * up, NATIVE) * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), NATIVE).to(tl.bfloat16)
+    return d_gate, d_up
+
+
+@jit
+def _silu_mul_backward_kernel(
+    gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    i_blocks = (I + 127) // 128
+    m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
+    inside = (m[:, None] < M) & (i[None, :] < I)
+    at_dy = m[:, None].to(tl.int64) * I + i[None, :]
+    at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
+    d_gate, d_up = _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE)
+    tl.store(d_gate_up + at, d_gate, mask=inside)
+    tl.store(d_gate_up + at + I, d_up, mask=inside)
+
+
+@jit
+def _silu_mul_backward_tiles_kernel(
+    gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m,
+    ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile of gate's gradient and the same tile of up's, as FP8 rows and transposed groups.  I % 128 == 0."""
+    i_blocks = I // 128
     m_block = tl.program_id(0) // i_blocks
     i_block = tl.program_id(0) % i_blocks
-    m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = i_block * 128 + tl.arange(0, 128)
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    i = i_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
     inside = (m[:, None] < M) & (i[None, :] < I)
+    at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
-    gate = tl.load(gu + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gu + at + I, mask=inside, other=0.0).to(tl.float32)
-    dy_tile = tl.load(dy + m[:, None].to(tl.int64) * I + i[None, :], mask=inside, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
-    d_up = _bf16(dy_tile * _bf16(gate * sigmoid, NATIVE), NATIVE)
-    d_gate = _bf16(_bf16(dy_tile * up, NATIVE) * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), NATIVE)
-    if FP8_OUT:
-        _write_tile(
-            d_gate, q, s, q_t, s_t, m, i, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
-            _GROUP, _GROUP, NATIVE,
-        )  # fmt: skip
-        _write_tile(
-            d_up, q, s, q_t, s_t, m, i + I, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k,
-            stride_st_m, _GROUP, _GROUP, NATIVE,
-        )  # fmt: skip
-    else:
-        tl.store(d_gu + at, d_gate.to(tl.bfloat16), mask=inside)
-        tl.store(d_gu + at + I, d_up.to(tl.bfloat16), mask=inside)
+    gate_left, up_left = _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE)
+    gate_right, up_right = _silu_mul_gradients(gate_up, dy, at + 64, at_dy + 64, inside, I, NATIVE)
+    _write_forms(
+        gate_left, gate_right, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
+        _GROUP, _GROUP, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
+    )  # fmt: skip
+    _write_forms(
+        up_left, up_right, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k,
+        stride_st_m, _GROUP, _GROUP, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
+    )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _norm_rows(
-    x, residual, h, rstd, m, M, K, eps, RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, NATIVE: tl.constexpr,
+    x, residual, h, rstd, m, M, K, eps,
+    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Residual add and reciprocal RMS of whole rows ``m``: the only place where a sum of squares is taken."""
-    k = tl.arange(0, K_PAD)
+    """Residual add and reciprocal RMS of whole rows ``m``: the only place where a sum of squares is taken.
+
+    Its order of additions depends on K_PAD and LAYOUT alone, so a row's result is the same in every kernel.
+    """
+    k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
     inside = (m[:, None] < M) & (k[None, :] < K)
     at = m[:, None].to(tl.int64) * K + k[None, :]
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         row = _bf16(row + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32), NATIVE)
         tl.store(h + at, row.to(tl.bfloat16), mask=inside)
-    mean = tl.sum(row * row, 1)
-    mean = tl.div_rn(mean, tl.zeros_like(mean) + K)
-    inverse = tl.div_rn(1.0 + tl.zeros_like(mean), tl.sqrt_rn(mean + eps))
+    mean = tl.div_rn(tl.sum(row * row, 1), K * 1.0)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd + m, inverse, mask=m < M)
     return row, inverse
 
 
-@triton.jit
+@jit
 def _normalize(row, inverse, weight, NATIVE: tl.constexpr):
     """Hugging Face's rounding: normalize in FP32, round to BF16, multiply by the weight, round to BF16."""
     return _bf16(_bf16(row * inverse, NATIVE) * weight, NATIVE)
 
 
-@triton.jit
+@jit
 def _rms_norm_rows_kernel(
     x, residual, h, rstd, weight, y, q, s, M, K, stride_s, eps,
-    RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr,
+    ROWS: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One row: RMSNorm to FP8 rows, to BF16, or to both."""
-    m = tl.program_id(0) + tl.arange(0, 1)
-    row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, NATIVE)
-    k = tl.arange(0, K_PAD)
+    """Whole rows: RMSNorm to FP8 rows, to BF16, or to both."""
+    m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
+    k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
+    row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT, NATIVE)
     w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
     out = _normalize(row, inverse[:, None], w[None, :], NATIVE)
     at = m[:, None].to(tl.int64) * K + k[None, :]
+    inside = (m[:, None] < M) & (k[None, :] < K)
     if BF16_OUT:
-        tl.store(y + at, out.to(tl.bfloat16), mask=k[None, :] < K)
+        tl.store(y + at, out.to(tl.bfloat16), mask=inside)
     if FP8_OUT:
         G_PAD: tl.constexpr = K_PAD // 128
-        grouped = tl.reshape(out, (G_PAD, 128))
-        s_g = _scale(tl.max(_abs_bits(grouped), 1))
-        g = tl.arange(0, G_PAD)
-        tl.store(s + g * stride_s + tl.program_id(0), s_g, mask=g < (K + 127) // 128)
-        k_2d = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-        byte = _encode(grouped, s_g[:, None], NATIVE)
-        tl.store(q + tl.program_id(0).to(tl.int64) * K + k_2d, byte, mask=k_2d < K)
+        grouped = tl.reshape(out, (ROWS, G_PAD, 128))
+        s_mg = _scale(tl.max(_abs_bits(grouped), 2))
+        byte = _encode(grouped, s_mg[:, :, None], _reciprocal(s_mg)[:, :, None], NATIVE)
+        tl.store(q + at, _relayout(tl.reshape(byte, (ROWS, K_PAD)), LAYOUT), mask=inside)
+        s_mg = _relayout(s_mg, LAYOUT)
+        g = _iota(G_PAD, gl.SliceLayout(0, LAYOUT))
+        tl.store(s + g[None, :] * stride_s + m[:, None], s_mg, mask=(m[:, None] < M) & (g[None, :] < (K + 127) // 128))
 
 
-@triton.jit
+@jit
 def _rms_norm_tiles_kernel(
     x, residual, h, rstd, weight, q, s, q_t, s_t, ready, M, K, M_T, stride_s, stride_st_k, stride_st_m, eps,
-    RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, K_PAD: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
-    AHEAD: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    LAYOUT: tl.constexpr, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm to FP8 rows and a transposed form.
 
@@ -273,7 +379,7 @@ def _rms_norm_tiles_kernel(
     programs quantize it and find its BF16 values still in the L2 cache.  Programs start in order, and a stripe's row
     programs come AHEAD stripes before its tile programs, which wait on the stripe's counter.
     """
-    row_programs: tl.constexpr = 128 // ROWS_PER_PROGRAM
+    row_programs: tl.constexpr = 128 // ROWS
     k_blocks = (K + 127) // 128
     per_stripe = row_programs + k_blocks
     stripe = tl.program_id(0) // per_stripe
@@ -281,63 +387,77 @@ def _rms_norm_tiles_kernel(
     stripes = M_T // 128
     if part < row_programs:
         if stripe < stripes:
-            m = stripe * 128 + part * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
-            _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, NATIVE)
-            tl.debug_barrier()
+            m = stripe * 128 + part * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
+            _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT, NATIVE)
+            _barrier()
             tl.atomic_add(ready + stripe, 1, sem="release")
     elif stripe >= AHEAD:
         m_block = stripe - AHEAD
         k_block = part - row_programs
         while tl.atomic_add(ready + m_block, 0, sem="acquire") < row_programs:
             pass
-        tl.debug_barrier()
-        m = m_block * 128 + tl.arange(0, 128)
-        k = k_block * 128 + tl.arange(0, 128)
-        inside = (m[:, None] < M) & (k[None, :] < K)
+        _barrier()
+        m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+        k = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
         at = m[:, None].to(tl.int64) * K + k[None, :]
-        source = h if RESIDUAL else x
-        row = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.load(rstd + m, mask=m < M, other=0.0)
-        w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-        tile = _normalize(row, inverse[:, None], w[None, :], NATIVE)
-        _write_tile(
-            tile, q, s, q_t, s_t, m, k, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-            _GROUP, TRANSPOSED, NATIVE,
+        left_inside = (m[:, None] < M) & (k[None, :] < K)
+        right_inside = (m[:, None] < M) & (k[None, :] + 64 < K)
+        if RESIDUAL:
+            source = h
+        else:
+            source = x
+        left = tl.load(source + at, mask=left_inside, other=0.0)
+        right = tl.load(source + at + 64, mask=right_inside, other=0.0)
+        inverse = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
+        left_w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        right_w = tl.load(weight + k + 64, mask=k + 64 < K, other=0.0).to(tl.float32)[None, :]
+        # Outside, 0 times a negative weight would be -0.
+        left = tl.where(left_inside, _normalize(left.to(tl.float32), inverse, left_w, NATIVE), 0.0).to(tl.bfloat16)
+        right = tl.where(right_inside, _normalize(right.to(tl.float32), inverse, right_w, NATIVE), 0.0).to(tl.bfloat16)
+        _write_forms(
+            left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
+            _GROUP, TRANSPOSED, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _rms_norm_backward_kernel(
     dy, h, rstd, weight, d_residual, dx, d_weight, M, K, programs,
-    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """dx of every row (plus the residual stream's own gradient), and one partial d_weight per program."""
-    k = tl.arange(0, K_PAD)
-    inside = k < K
-    w = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
-    dw = tl.zeros((K_PAD,), tl.float32)
-    for i in range(tl.cdiv(M - tl.program_id(0), programs)):
-        m = tl.program_id(0) + i * programs
-        at = m.to(tl.int64) * K + k
+    k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
+    w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    m_0 = _iota(ROWS, gl.SliceLayout(1, LAYOUT))
+    dw = (m_0 * 0).to(tl.float32)[:, None] + w * 0.0
+    for i in range(tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), programs)):
+        m = (tl.program_id(0) + i * programs) * ROWS + m_0
+        inside = (m[:, None] < M) & (k[None, :] < K)
+        at = m[:, None].to(tl.int64) * K + k[None, :]
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.load(rstd + m)
+        inverse = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
         x_hat = tl.load(h + at, mask=inside, other=0.0).to(tl.float32) * inverse
         dw += g * _bf16(x_hat, NATIVE)
         g = _bf16(g * w, NATIVE)
-        out = inverse * (g - x_hat * (tl.sum(g * x_hat, 0) / K))
+        out = inverse * (g - x_hat * (tl.sum(g * x_hat, 1) / K)[:, None])
         if RESIDUAL:
             out = _bf16(out, NATIVE) + tl.load(d_residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, out.to(tl.bfloat16), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * K + k, dw, mask=inside)
+        tl.store(dx + at, _bf16(out, NATIVE).to(tl.bfloat16), mask=inside)
+    tl.store(d_weight + tl.program_id(0) * K + k, tl.sum(dw, 0), mask=k < K)
 
 
-@triton.jit
-def _transpose_kernel(q, q_t, R, C, TILE: tl.constexpr):
-    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    c = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    tile = tl.load(q + r[:, None].to(tl.int64) * C + c[None, :], mask=(r[:, None] < R) & (c[None, :] < C), other=0)
-    at_t = c[:, None].to(tl.int64) * R + r[None, :]
-    tl.store(q_t + at_t, tl.trans(tile), mask=(c[:, None] < C) & (r[None, :] < R))
+@jit
+def _transpose_kernel(q, q_t, R, C, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr):
+    r = tl.program_id(0) * 128
+    c = tl.program_id(1) * 64
+    r_in = r + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    c_in = c + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+    inside = (r_in[:, None] < R) & (c_in[None, :] < C)
+    tile = tl.load(q + r_in[:, None].to(tl.int64) * C + c_in[None, :], mask=inside, other=0)
+    r = r + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
+    c = c + _iota(64, gl.SliceLayout(0, TOKEN_LAYOUT))
+    tile = _relayout(tile, TOKEN_LAYOUT)
+    tl.store(q_t + c[None, :].to(tl.int64) * R + r[:, None], tile, mask=(c[None, :] < C) & (r[:, None] < R))
 
 
 # --- launchers: allocate the outputs and pick tile sizes ------------------------------------------------------------
@@ -368,44 +488,34 @@ def _bytes(q: Tensor) -> Tensor:
     return q.view(torch.uint8)
 
 
-def _row_tile(M: int) -> tuple[int, int]:
-    """BLOCK_M and warps of a kernel that writes rows only.  Speed only: the bytes do not depend on it."""
-    if M <= 64:
-        return 4, 1
-    return (16, 2) if M <= 1024 else (32, 4)
+BLOCK_WARPS = 8
+
+
+def _rows_config(M: int) -> dict:
+    """Tile of a kernel that writes rows only.  Speed only: the bytes do not depend on it."""
+    block_m, warps = (4, 1) if M <= 64 else (16, 2) if M <= 1024 else (32, 4)
+    layout = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
+    return dict(BLOCK_M=block_m, LAYOUT=layout, num_warps=warps)
 
 
 def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int, rows, transposed, blocks: bool):
     """Quantize a source of logical shape (M, K) into ``rows`` and ``transposed`` (either may be None)."""
     if M == 0 or K == 0:
         return
-    block_m, warps = _row_tile(M) if transposed is None else (BLOCK, 8)
-    none = x if rows is None or transposed is None else None
-    q, s = rows if rows is not None else (none, none)
-    q_t, s_t = transposed if transposed is not None else (none, none)
-    mode_t = _NONE if transposed is None else (_BLOCK if blocks else _GROUP)
-    _quantize_kernel[(triton.cdiv(M, block_m) * groups(K),)](
-        _bytes(x) if source == _FP8_ROWS else x,
-        x_s,
-        _bytes(q) if rows is not None else q,
-        s,
-        _bytes(q_t) if transposed is not None else q_t,
-        s_t,
-        M,
-        K,
-        padded(M),
-        x.stride(0),
-        x_s.stride(1) if x_s is not None else 0,
-        s.stride(1) if rows is not None else 0,
-        s_t.stride(0) if transposed is not None else 0,
-        s_t.stride(1) if transposed is not None else 0,
-        SOURCE=source,
-        ROWS=_GROUP if rows is not None else _NONE,
-        TRANSPOSED=mode_t,
-        BLOCK_M=block_m,
-        NATIVE=NATIVE,
-        num_warps=warps,
-    )
+    q, s = (_bytes(rows.q), rows.s) if rows is not None else (None, None)
+    if transposed is None:
+        config = _rows_config(M)
+        _rows_kernel[(triton.cdiv(M, config["BLOCK_M"]) * groups(K),)](
+            x, q, s, M, K, x.stride(0), s.stride(1), SOURCE=source, NATIVE=NATIVE, **config
+        )
+        return
+    q_t, s_t = _bytes(transposed.q), transposed.s
+    _tiles_kernel[(groups(M) * groups(K),)](
+        x, x_s, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(1) if x_s is not None else 0,
+        s.stride(1) if rows is not None else 0, s_t.stride(0), s_t.stride(1),
+        SOURCE=source, ROWS=_GROUP if rows is not None else _NONE, TRANSPOSED=_BLOCK if blocks else _GROUP,
+        NATIVE=NATIVE, **_TILE,
+    )  # fmt: skip
 
 
 def quantize(x_MK: Tensor, rows: bool, transposed: str | None) -> tuple[Quantized | None, Quantized | None]:
@@ -421,7 +531,7 @@ def regroup(x: Quantized, transposed: str) -> Quantized:
     """The transposed form from saved FP8 rows: a second rounding, kept as an ablation."""
     M, K = x.q.shape
     out_t = empty_transposed(M, K, x.q.device, transposed == "block")
-    _launch(x.q, x.s, _FP8_ROWS, M, K, None, out_t, transposed == "block")
+    _launch(_bytes(x.q), x.s, _FP8_ROWS, M, K, None, out_t, transposed == "block")
     return out_t
 
 
@@ -439,10 +549,9 @@ def silu_mul_bf16(gate_up_M2I: Tensor) -> Tensor:
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2
     y = torch.empty((M, I), dtype=torch.bfloat16, device=gate_up_M2I.device)
     if M and I:
-        block_m, warps = _row_tile(M)
-        _silu_mul_kernel[(triton.cdiv(M, block_m) * groups(I),)](
-            gate_up_M2I, y, M, I, BLOCK_M=block_m, NATIVE=NATIVE, num_warps=warps
-        )
+        config = _rows_config(M)
+        grid = (triton.cdiv(M, config["BLOCK_M"]) * groups(I),)
+        _silu_mul_kernel[grid](gate_up_M2I, y, M, I, NATIVE=NATIVE, **config)
     return y
 
 
@@ -453,11 +562,10 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor
     s = torch.empty((groups(N), groups(K)), dtype=torch.float32, device=w_NK.device)
     q_t = torch.empty((K, N), dtype=FP8, device=w_NK.device) if with_transposed else None
     if N and K:
-        _quantize_kernel[(groups(N) * groups(K),)](
-            w_NK, None, _bytes(q), s, _bytes(q_t) if with_transposed else q, s, N, K, N, w_NK.stride(0), 0, 0,
+        _tiles_kernel[(groups(N) * groups(K),)](
+            w_NK, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
-            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, BLOCK_M=BLOCK, NATIVE=NATIVE,
-            num_warps=8,
+            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, NATIVE=NATIVE, **_TILE,
         )  # fmt: skip
     return q, s, q_t
 
@@ -467,7 +575,7 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
     R, C = q_RC.shape
     q_t = torch.empty((C, R), dtype=FP8, device=q_RC.device)
     if R and C:
-        _transpose_kernel[(triton.cdiv(R, 64), triton.cdiv(C, 64))](_bytes(q_RC), _bytes(q_t), R, C, TILE=64)
+        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, 64))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
     return q_t
 
 
@@ -476,10 +584,9 @@ def silu_mul_backward(gate_up_M2I: Tensor, dy_MI: Tensor) -> Tensor:
     M, I = dy_MI.shape
     d_gu = torch.empty_like(gate_up_M2I)
     if M and I:
-        _silu_mul_backward_kernel[(triton.cdiv(M, 32) * groups(I),)](
-            gate_up_M2I, dy_MI, d_gu, None, None, None, None, M, I, 0, 0, 0, 0,
-            FP8_OUT=False, BLOCK_M=32, NATIVE=NATIVE, num_warps=4,
-        )  # fmt: skip
+        config = _rows_config(M)
+        grid = (triton.cdiv(M, config["BLOCK_M"]) * groups(I),)
+        _silu_mul_backward_kernel[grid](gate_up_M2I, dy_MI, d_gu, M, I, NATIVE=NATIVE, **config)
     return d_gu
 
 
@@ -489,16 +596,22 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     out = empty_rows(M, 2 * I, dy_MI.device)
     out_t = empty_transposed(M, 2 * I, dy_MI.device, blocks=False)
     if M and I:
-        _silu_mul_backward_kernel[(groups(M) * (I // BLOCK),)](
-            gate_up_M2I, dy_MI, None, _bytes(out.q), out.s, _bytes(out_t.q), out_t.s, M, I, padded(M),
-            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1),
-            FP8_OUT=True, BLOCK_M=BLOCK, NATIVE=NATIVE, num_warps=8,
+        _silu_mul_backward_tiles_kernel[(groups(M) * (I // BLOCK),)](
+            gate_up_M2I, dy_MI, _bytes(out.q), out.s, _bytes(out_t.q), out_t.s, M, I, padded(M),
+            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), NATIVE=NATIVE, **_TILE,
         )  # fmt: skip
     return out, out_t
 
 
-NORM_WARPS = 8  # the same in every kernel that takes a sum of squares: its order is part of the result
 _AHEAD = 4
+
+
+def _norm_config(K: int, rows: int) -> dict:
+    """Whole rows on 8 warps.  K_PAD and the layout along K set the order of additions: functions of K alone."""
+    K_PAD = max(triton.next_power_of_2(K), 256)
+    along_k = min(8, K_PAD // 256)
+    layout = gl.BlockedLayout([1, 8], [1, 32], [8 // along_k, along_k], [1, 0])
+    return dict(K_PAD=K_PAD, ROWS=max(1, min(rows, 32768 // K_PAD)), LAYOUT=layout, NATIVE=NATIVE)
 
 
 def rms_norm(
@@ -521,25 +634,24 @@ def rms_norm(
     y = torch.empty_like(x_MK) if bf16 else None
     out = empty_rows(M, K, device) if fp8 else None
     out_t = empty_transposed(M, K, device, transposed == "block") if transposed else None
-    K_PAD = max(triton.next_power_of_2(K), BLOCK)
     if M == 0:
         return h, rstd, y, out, out_t
     q, s = (_bytes(out.q), out.s) if fp8 else (None, None)
     if out_t is None:
-        _rms_norm_rows_kernel[(M,)](
+        config = _norm_config(K, 1 if M <= 1024 else 4)
+        _rms_norm_rows_kernel[(triton.cdiv(M, config["ROWS"]),)](
             x_MK, residual_MK, h, rstd, weight_K, y, q, s, M, K, s.stride(1) if fp8 else 0, eps,
-            RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=fp8, K_PAD=K_PAD, NATIVE=NATIVE,
-            num_warps=NORM_WARPS,
+            RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=fp8, num_warps=8, **config,
         )  # fmt: skip
         return h, rstd, y, out, out_t
-    rows = max(1, min(8, 32768 // K_PAD))
     ready = torch.zeros((groups(M),), dtype=torch.int32, device=device)
-    per_stripe = BLOCK // rows + groups(K)
+    config = _norm_config(K, 8)
+    per_stripe = BLOCK // config["ROWS"] + groups(K)
     _rms_norm_tiles_kernel[((groups(M) + _AHEAD) * per_stripe,)](
         x_MK, residual_MK, h, rstd, weight_K, q, s, _bytes(out_t.q), out_t.s, ready, M, K, padded(M),
         s.stride(1), out_t.s.stride(0), out_t.s.stride(1), eps,
-        RESIDUAL=residual_MK is not None, TRANSPOSED=_BLOCK if transposed == "block" else _GROUP, K_PAD=K_PAD,
-        ROWS_PER_PROGRAM=rows, AHEAD=_AHEAD, NATIVE=NATIVE, num_warps=NORM_WARPS,
+        RESIDUAL=residual_MK is not None, TRANSPOSED=_BLOCK if transposed == "block" else _GROUP,
+        AHEAD=_AHEAD, **config, **_TILE,
     )  # fmt: skip
     return h, rstd, y, out, out_t
 
@@ -550,12 +662,13 @@ def rms_norm_backward(
     """dx (M, K) BF16, with ``d_residual`` added when given, and d_weight (K,) FP32."""
     M, K = dy_MK.shape
     dx = torch.empty_like(dy_MK)
-    programs = min(M, 1056)  # 8 per multiprocessor of an H200; fixed, so that d_weight is reproducible
+    config = _norm_config(K, 2)
+    # 4 programs per multiprocessor of an H200; fixed, so that d_weight is reproducible.
+    programs = min(triton.cdiv(M, config["ROWS"]), 528)
     partial = torch.empty((programs, K), dtype=torch.float32, device=dy_MK.device)
     if M:
         _rms_norm_backward_kernel[(programs,)](
             dy_MK, h_MK, rstd_M, weight_K, d_residual_MK, dx, partial, M, K, programs,
-            RESIDUAL=d_residual_MK is not None, K_PAD=max(triton.next_power_of_2(K), BLOCK), NATIVE=NATIVE,
-            num_warps=NORM_WARPS,
+            RESIDUAL=d_residual_MK is not None, num_warps=8, **config,
         )  # fmt: skip
     return dx, partial.sum(0)

@@ -304,9 +304,7 @@ def fp8_swiglu_mlp(
 def _check_fused(wgrad: Wgrad) -> None:
     _check(wgrad)
     if wgrad.saved != "fp8":
-        raise ValueError(
-            f"{wgrad}: fused operators never hold the BF16 activation; use fp8_linear for saved={wgrad.saved!r}"
-        )
+        raise ValueError(f"{wgrad}: fused operators never hold the BF16 activation; use fp8_linear for saved={wgrad.saved!r}")
 
 
 class _LmHead(torch.autograd.Function):
@@ -341,6 +339,4 @@ class Fp8Linear(nn.Linear):
     wgrad: Wgrad = DEFAULT
 
     def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(
-            x, self.weight, self.bias, quantized=self.quantized, main_grad_NK=self.main_grad, wgrad=self.wgrad
-        )
+        return fp8_linear(x, self.weight, self.bias, quantized=self.quantized, main_grad_NK=self.main_grad, wgrad=self.wgrad)

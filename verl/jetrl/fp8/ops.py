@@ -532,9 +532,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: Tensor | N
     return y, Norm(x_MK if residual_MK is None else h, rstd)
 
 
-def rms_norm_quantize(
-    x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: Tensor | None = None
-) -> tuple[Quantized, Norm]:
+def rms_norm_quantize(x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: Tensor | None = None) -> tuple[Quantized, Norm]:
     """:func:`rms_norm` then :func:`quantize_rows`, in one kernel and with the same bytes."""
     x_MK = _matrix(x_MK, "rms_norm_quantize")
     q, s, rstd, h = _ops.rms_norm_quantize(x_MK, weight_K, eps, residual_MK)
