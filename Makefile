@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches precision-flow docker clean-runs bench-ops
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -48,7 +48,7 @@ patches: setup ## the patch catalogue, and whether each patch is active
 	@$(PY) -m verl.jetrl.patching
 
 flow-%: setup ## the precision-flow table of every arm of a recipe: make flow-tiny
-	@$(PY) -m verl.jetrl.run recipes/$* --flow $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)
+	@$(PY) -m verl.jetrl.show_flow recipes/$* $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)
 
 lock: setup ## resolve requirements/*.in into the lock files again
 	VENV=$(VENV) bash requirements/lock.sh

@@ -16,7 +16,8 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 NOT_ARMS = {"base"}
-SEARCH_PATH = "hydra.searchpath=[pkg://verl.jetrl.configs,pkg://verl.trainer.config]"
+CONFIGS = Path(__file__).parent / "configs"
+SEARCH_PATH = f"hydra.searchpath=[file://{CONFIGS},pkg://verl.trainer.config]"
 
 
 class RecipeError(ValueError):
@@ -52,6 +53,7 @@ def compose(recipe: Path, arm: str, run_dir: Path, overrides: Sequence[str] = ()
                 f"+jetrl.recipe_dir={recipe}",
                 f"+jetrl.data_dir={run_dir.resolve().parent / 'data'}",
                 f"+jetrl.arm={arm}",
+                f"+jetrl.run_dir={run_dir.resolve()}",
                 f"trainer.project_name={recipe.name}",
                 f"trainer.experiment_name={arm}",
                 f"trainer.default_local_dir={run_dir.resolve() / 'checkpoints'}",

@@ -33,12 +33,24 @@ _MACHINE = {
 }
 
 
+def run_tmp(run_id: str) -> Path:
+    """Folder of the run's sockets and Ray's files.  Short: the paths of sockets must stay under 107 bytes."""
+    return Path("/tmp") / f"jetrl-{run_id}"
+
+
+def machine_environment(machine: str) -> dict[str, str]:
+    """What a machine ("cpu" or "gpu") needs set before verl or vLLM is imported."""
+    return {**_COMMON, **_MACHINE[machine]}
+
+
 def environment(machine: str, run_id: str, run_dir: Path, segment: Path) -> dict[str, str]:
     """The environment of a run's first process: what the user set wins over the defaults here."""
     fixed = {
         RUN_ID: run_id,
         "VERL_FILE_LOGGER_PATH": str(segment),
         "TENSORBOARD_DIR": str(run_dir / "tensorboard"),
+        # vLLM leaves its sockets behind when it is killed: here they go with the folder.
+        "VLLM_RPC_BASE_PATH": str(run_tmp(run_id)),
         "PYTHONUNBUFFERED": "1",
     }
-    return {**_COMMON, **_MACHINE[machine], **os.environ, **fixed}
+    return {**machine_environment(machine), **os.environ, **fixed}

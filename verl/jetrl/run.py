@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="check the configurations and stop")
     parser.add_argument("--print-config", metavar="ARM", help="print the resolved configuration of ARM and stop")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every arm: trainer.total_training_steps=5")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     recipe = args.recipe.resolve()
     runs = args.runs.resolve() / recipe.name
     try:

@@ -24,6 +24,11 @@ def digest(tensors: Tensor | Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
+def combined(digests: Iterable[str]) -> str:
+    """One SHA-256 of several, in order."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def fused_digests(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Digests under the rollout's names of a stream of the trainer's weights (q, k, v and gate, up fused by rows)."""
     fused: dict[str, dict[int, Tensor]] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,10 +15,11 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from verl.jetrl import flow_check, patching, weights
+from verl.jetrl import checkpoints, flow_check, patching, weights
 from verl.jetrl import metric_names as names
 from verl.jetrl.metrics import mismatch
 from verl.jetrl.precision import PrecisionFlow
+from verl.jetrl.trainer.replay_buffer import prompt_position
 from verl.jetrl.trainer.worker import JetRLWorker
 
 
@@ -40,6 +43,7 @@ class JetRLTrainer(PPOTrainerSync):
         RolloutReplicaRegistry.register("vllm", _load_replica)
         self._submitted_at = 0.0
         self._updates = 0
+        self._prompts: list[int] = []  # indices of the step's prompts in the data set
 
     @property
     def flow(self) -> PrecisionFlow:
@@ -55,8 +59,14 @@ class JetRLTrainer(PPOTrainerSync):
 
     def on_init_end(self) -> None:
         super().on_init_end()
+        for side, patches in (
+            ("trainer", self.actor_rollout_wg.jetrl_patches()[0]),
+            ("rollout", self._ask_rollout("jetrl_patches")[0]),
+        ):
+            print(f"patches in the {side}'s worker:", ", ".join(f"{n} {s}" for n, s in patches.items()), flush=True)
         self._check_precision_flow()
         self._check_weights()
+        self._record_state()
 
     def _ask_rollout(self, method: str) -> list[Any]:
         """Answers of every vLLM worker of every replica."""
@@ -89,12 +99,25 @@ class JetRLTrainer(PPOTrainerSync):
         every = self.config.jetrl.verify_weights_every
         if every and self._updates % every == 0:
             self._check_weights()
+        self._record_state()
+
+    def _record_state(self) -> None:
+        if not self.config.jetrl.record_state:
+            return
+        state = {"step": self.global_steps, "prompts": self._prompts, **self.actor_rollout_wg.jetrl_state_digests()[0]}
+        with open(Path(self.config.jetrl.run_dir) / "state.jsonl", "a") as file:
+            file.write(json.dumps(state) + "\n")
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        checkpoints.mark_complete(Path(self.config.trainer.default_local_dir), self.global_steps)
 
     # --- rollout --------------------------------------------------------------------------------------------------
 
     def _fetch_one_gen_batch(self):
         batch = super()._fetch_one_gen_batch()
         # verl's random ids order the batch; ids made of step and position make two runs' batches equal.
+        self._prompts = [int(index) for index in batch["index"]]
         tu.assign_non_tensor_stack(batch, "uid", [f"s{self.global_steps}p{i}" for i in range(len(batch))])
         return batch
 
@@ -143,7 +166,8 @@ class JetRLTrainer(PPOTrainerSync):
         finished = [extra["finished_at"] for extra in data.pop("extra_fields").tolist()]
         padded = DataProto(batch=data.to_padded_tensor()).batch
         values = mismatch(padded["rollout_log_probs"], padded["old_log_probs"], padded["response_mask"])
-        values[names.TIME_ROLLOUT] = max(finished) - self._submitted_at
+        # verl's rollout cache (skip.rollout_tq) replays responses that were finished before they were asked for.
+        values[names.TIME_ROLLOUT] = max(0.0, max(finished) - self._submitted_at)
         values[names.PADDING_ABS_DLOGP] = max(self.actor_rollout_wg.jetrl_padding_abs_dlogp())
         return values
 
@@ -159,8 +183,7 @@ class JetRLTrainer(PPOTrainerSync):
         metrics[names.PEAK_MEMORY_GB] = metrics["actor/perf/max_memory_allocated_gb"]
 
 
-def _position(key: str) -> tuple[int, int, int, int]:
-    """(step, prompt, sample, output) of a trajectory's key ``s<step>p<prompt>_<sample>_<output>``."""
+def _position(key: str) -> tuple:
+    """(prompt's position, sample, output) of a trajectory's key ``<uid>_<sample>_<output>``."""
     uid, sample, output = key.rsplit("_", 2)
-    step, _, prompt = uid[1:].partition("p")
-    return int(step), int(prompt), int(sample), int(output)
+    return *prompt_position(uid), int(sample), int(output)

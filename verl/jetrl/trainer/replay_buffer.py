@@ -28,3 +28,14 @@ class WatchedReplayBuffer(ReplayBuffer):
             self._watched_at = time.monotonic()
             self.watch()
         return super()._sync_metadata_from_transfer_queue()
+
+    def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
+        uids, *rest = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        # The order in which responses arrive must not decide the order of the batch.
+        return (sorted(uids, key=prompt_position), *rest)
+
+
+def prompt_position(uid: str) -> tuple[int, int] | tuple[str]:
+    """(step, prompt) of a training prompt's id ``s<step>p<prompt>``; other ids (validation) sort as they are."""
+    step, _, prompt = uid.removeprefix("s").partition("p")
+    return (int(step), int(prompt)) if uid.startswith("s") and step.isdigit() and prompt.isdigit() else (uid,)

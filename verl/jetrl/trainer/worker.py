@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -13,7 +14,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 import verl.jetrl.trainer.losses  # noqa: F401  registers the policy loss
 from verl.jetrl import patching
 from verl.jetrl.trainer import engine
-from verl.jetrl.weights import fused_digests
+from verl.jetrl.weights import combined, digest, fused_digests
 
 engine.register()
 _ROLLOUT_REGISTRY[("vllm", "async")] = "verl.jetrl.rollout.adapter.JetRLServerAdapter"
@@ -43,6 +44,17 @@ class JetRLWorker(ActorRolloutRefWorker):
     def jetrl_weight_digests(self) -> dict[str, str]:
         """SHA-256 of every tensor as the rollout must hold it, under the rollout's names."""
         return fused_digests(self.actor.engine.rollout_weights())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def jetrl_state_digests(self) -> dict[str, str]:
+        """One hash each of the weights as the rollout holds them, this rank's optimizer state, and its random generator."""
+        optimizer = self.actor.engine.optimizer
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return {
+            "weights": combined(fused_digests(self.actor.engine.rollout_weights()).values()),
+            "optimizer": combined(digest(getattr(v, "_local_tensor", v).reshape(-1)) for v in state),
+            "rng": digest(torch.get_rng_state()),
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def jetrl_padding_abs_dlogp(self) -> float:

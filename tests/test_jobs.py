@@ -1,0 +1,233 @@
+"""Real runs of recipes/tiny at small size: verl, Ray and vLLM, nothing mocked.
+
+Six jobs, each of a few steps: the three arms; the jetrl arm killed with SIGKILL and resumed; and one whose weight updates
+are dropped.  A seventh is stopped with SIGTERM while it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.jetrl import checkpoints, processes
+from verl.jetrl import metric_names as names
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(900)]
+
+STEPS = 4
+SMALL = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=2",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "jetrl.record_state=true",
+)
+
+
+def command(root: Path, runs: Path, arms: str, *overrides: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "verl.jetrl.run",
+        str(root / "recipes/tiny"),
+        "--arms",
+        arms,
+        "--runs",
+        str(runs),
+        *SMALL,
+        *overrides,
+    ]
+
+
+def recorded(runs: Path) -> tuple[str, ...]:
+    """verl's rollout cache for steps 3 and 4: the first run records its responses, a later one replays them."""
+    return ("skip.rollout_tq.enable=true", "skip.rollout_tq.steps=[3,4]", f"skip.rollout_tq.dump_dir={runs}/recorded")
+
+
+def records(run: Path) -> dict[int, dict[str, float]]:
+    """Step to metrics, later starts first."""
+    found: dict[int, dict[str, float]] = {}
+    for segment in sorted((run / "segments").glob("*.jsonl")):
+        for line in segment.read_text().splitlines():
+            record = json.loads(line)
+            found.setdefault(record["step"], {}).update(record["data"])
+    return found
+
+
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+def left_behind(run: Path) -> list[str]:
+    """Living processes, shared memory and folders of the run."""
+    state = status(run)
+    found = [str(p) for p in processes.of_run(state["run_id"])]
+    found += [path for path in state.get("shared_memory", ()) if os.path.exists(path)]
+    return found + [str(p) for p in [processes.ray_dir(state["run_id"])] if p.exists()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def arms(root: Path, runs: Path) -> dict[str, Path]:
+    """The three main arms, run to the end."""
+    chosen = ("bf16", "bf16-train-fp8-rollout", "jetrl")
+    result = subprocess.run(command(root, runs, ",".join(chosen), *recorded(runs)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {arm: runs / "tiny" / arm for arm in chosen}
+
+
+def mean(run: Path, name: str) -> float:
+    values = [data[name] for step, data in records(run).items() if step > 0]
+    assert len(values) == STEPS
+    return sum(values) / len(values)
+
+
+def test_arms_finish_and_leave_nothing(arms: dict[str, Path]) -> None:
+    for arm, run in arms.items():
+        assert status(run)["state"] == "finished", arm
+        assert sorted(records(run)) == list(range(1, STEPS + 1)), arm
+        assert left_behind(run) == [], arm
+
+
+def test_every_metric_is_reported_in_every_arm(arms: dict[str, Path]) -> None:
+    wanted = {names.REWARD, *names.MISMATCH, *names.CLIP, names.RESPONSE_LENGTH, names.ENTROPY, names.GRAD_NORM}
+    wanted |= {*names.TIME_PHASES, names.TIME_STEP, names.TOKENS_PER_S, names.PEAK_MEMORY_GB, names.PADDING_ABS_DLOGP}
+    for arm, run in arms.items():
+        for step, data in records(run).items():
+            assert wanted <= data.keys(), (arm, step, wanted - data.keys())
+            assert all(math.isfinite(data[name]) for name in wanted), (arm, step)
+
+
+def test_mismatch_ranks_the_arms(arms: dict[str, Path]) -> None:
+    """BF16 < Jet-RL < mixed, with room to spare; FP8 silently off on either side would break the order."""
+    bf16, mixed, jetrl = (mean(arms[a], names.K3_KL) for a in ("bf16", "bf16-train-fp8-rollout", "jetrl"))
+    assert jetrl > 3 * bf16, "FP8 is off in the jetrl arm: its mismatch is BF16's"
+    assert mixed > 2 * jetrl, "the mixed arm does not roll out in FP8, or the jetrl arm does not train in it"
+
+
+def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:
+    def linears(arm: str) -> list[str]:
+        lines = (arms[arm] / "log.txt").read_text(errors="replace").splitlines()
+        return [line.split("layers", 1)[1] for line in lines if "_proj " in line and "layers.*" in line]
+
+    for arm, yes, fp8 in (("bf16", True, 0), ("bf16-train-fp8-rollout", False, 1), ("jetrl", True, 2)):
+        rows = linears(arm)
+        assert len(rows) == 4, (arm, rows)
+        for row in rows:
+            assert row.rstrip().endswith("yes" if yes else "NO"), (arm, row)
+            assert row.count("fp8 e4m3") == fp8, (arm, row)
+
+
+def test_patches_were_active_in_ray_and_vllm_workers(arms: dict[str, Path]) -> None:
+    log = (arms["jetrl"] / "log.txt").read_text(errors="replace")
+    assert "patches in the trainer's worker: verl_fp32_log_probs active" in log
+    assert "patches in the rollout's worker: vllm_cpu_keep_weights active" in log
+
+
+def test_padded_vocabulary(arms: dict[str, Path]) -> None:
+    """The demo's model has more ids than its tokenizer.  The stock arms leave them unmasked in the trainer and report what
+    that costs; the jetrl arm masks them as the rollout does."""
+    assert mean(arms["bf16"], names.PADDING_ABS_DLOGP) > 0
+    assert mean(arms["jetrl"], names.PADDING_ABS_DLOGP) == 0
+
+
+def test_report(arms: dict[str, Path], runs: Path) -> None:
+    summary = json.loads((runs / "tiny" / "summary.json").read_text())
+    assert set(arms) <= set(json.dumps(summary).replace('"', " ").split())
+    assert (runs / "tiny" / "report.html").stat().st_size > 10_000
+    for run in arms.values():
+        assert (run / "metrics.jsonl").is_file()
+        assert list((run / "tensorboard").glob("events.*"))
+
+
+def wait_for(condition, child: subprocess.Popen, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert child.poll() is None, f"the run ended early: {child.stderr.read()[-2000:] if child.stderr else ''}"
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def resumed(root: Path, runs: Path, arms: dict[str, Path]) -> Path:
+    """The jetrl arm killed with SIGKILL (supervisor and driver) after step 3, whose last checkpoint is step 2, and resumed."""
+    other = runs / "killed"
+    run = other / "tiny" / "jetrl"
+    child = subprocess.Popen(command(root, other, "jetrl"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: run.is_dir() and 3 in records(run), child, 600)
+    child.kill()
+    child.wait()
+    driver = [p for p in processes.of_run(status(run)["run_id"]) if "verl.jetrl.train" in " ".join(p.cmdline())]
+    for process in driver:
+        process.kill()
+    # what a kill in the middle of a save leaves: a folder without its mark, and a truncated tracker
+    assert (run / "checkpoints/global_step_2" / checkpoints.MARK).is_file()
+    (run / "checkpoints/global_step_4").mkdir(exist_ok=True)
+    (run / "checkpoints/global_step_4" / checkpoints.MARK).unlink(missing_ok=True)
+    (run / "checkpoints" / checkpoints.TRACKER).write_text("")
+    killed = status(run)
+    result = subprocess.run(command(root, other, "jetrl", *recorded(runs)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "going on from step 2" in result.stdout
+    assert processes.of_run(killed["run_id"]) == []
+    assert [path for path in killed.get("shared_memory", ()) if os.path.exists(path)] == []
+    return run
+
+
+def states(run: Path) -> dict[int, dict]:
+    """Step to the hashes of that step; of several, the last."""
+    return {state["step"]: state for state in map(json.loads, (run / "state.jsonl").read_text().splitlines())}
+
+
+def test_resume_equals_an_unbroken_run(arms: dict[str, Path], resumed: Path) -> None:
+    """Prompts, weights (FP8 bytes), optimizer and RNG are an unbroken run's when the resumed run starts at step 2 and after
+    each later step; the updates, from the same recorded responses, give identical losses."""
+    unbroken, other = states(arms["jetrl"]), states(resumed)
+    assert unbroken[4]["weights"] != unbroken[2]["weights"]
+    for part in ("weights", "optimizer", "rng"):
+        assert other[2][part] == unbroken[2][part], part
+    for step in (3, 4):
+        assert other[step] == unbroken[step], step
+        for name in ("actor/pg_loss", names.GRAD_NORM, names.REWARD, *names.MISMATCH):
+            assert records(resumed)[step][name] == records(arms["jetrl"])[step][name], (step, name)
+
+
+def test_dropped_weight_updates_are_caught(root: Path, runs: Path) -> None:
+    other = runs / "dropped"
+    env = {**os.environ, "JETRL_FAULT": "drop_weight_sync"}
+    started = time.monotonic()
+    result = subprocess.run(command(root, other, "jetrl"), capture_output=True, text=True, env=env)
+    assert result.returncode == 1
+    assert "the rollout's weights are not the trainer's" in result.stderr, result.stderr[-3000:]
+    run = other / "tiny" / "jetrl"
+    assert status(run)["state"] == "failed" and "weight update did not arrive" in status(run)["error"]
+    assert max(records(run), default=0) <= 1
+    assert left_behind(run) == []
+    assert time.monotonic() - started < 600
+
+
+def test_sigterm_leaves_nothing(root: Path, runs: Path) -> None:
+    other = runs / "stopped"
+    run = other / "tiny" / "bf16"
+    child = subprocess.Popen(command(root, other, "bf16"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (run / "status.json").is_file() and len(processes.of_run(status(run)["run_id"])) > 5, child, 300)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=60) == 128 + signal.SIGTERM
+    assert status(run)["state"] == "stopped"
+    assert left_behind(run) == []

@@ -1,0 +1,87 @@
+"""The precision-flow check as a command: builds both module trees of each arm, without training, and prints the table.
+
+    python -m verl.jetrl.show_flow recipes/tiny --arms bf16,jetrl
+
+The trainer's tree is built without memory for its weights; the rollout's is a real vLLM engine with dummy weights.  Exits 1
+when an arm's sides differ and the arm does not declare a mixed baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl.jetrl import flow_check
+from verl.jetrl.compose import arms, compose, machine
+from verl.jetrl.environment import machine_environment
+from verl.jetrl.precision import PrecisionFlow
+
+
+def trainer_rows(config: DictConfig) -> list[dict[str, str]]:
+    """The trainer's module tree of ``config``, on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl.jetrl.trainer.engine import install_fp8_linears
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.actor_rollout_ref.model.path))
+    flow = PrecisionFlow(**config.actor_rollout_ref.actor.fsdp_config.precision_flow)
+    if flow.fp8:
+        install_fp8_linears(model, flow)
+    return flow_check.describe_trainer(model)
+
+
+def rollout_rows(config: DictConfig) -> list[dict[str, str]]:
+    """The module tree of a vLLM engine that is set up as the run's server sets it up."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from vllm import LLM
+
+    from verl.jetrl.rollout.server import JetRLHttpServer
+
+    server = JetRLHttpServer.__new__(JetRLHttpServer)
+    server.config = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    server.model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    quantization, hf_overrides = server._apply_quantization()
+    engine = LLM(
+        model=server.model_config.local_path,
+        load_format="dummy",
+        dtype=server.config.dtype,
+        quantization=quantization,
+        hf_overrides=hf_overrides,
+        enforce_eager=True,
+        max_model_len=server.config.max_model_len,
+        gpu_memory_utilization=server.config.gpu_memory_utilization,
+        worker_extension_cls=server._get_worker_extension_cls(),
+    )
+    return engine.collective_rpc("jetrl_describe_precision")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.jetrl.show_flow", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--arms", help="comma-separated arms (default: all)")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides")
+    args = parser.parse_intermixed_args()
+    os.environ.update({**machine_environment(machine()), **os.environ})
+    code = 0
+    for arm in args.arms.split(",") if args.arms else arms(args.recipe):
+        config = compose(args.recipe, arm, Path("runs") / args.recipe.name / arm, args.overrides)
+        rows = flow_check.compare(trainer_rows(config), rollout_rows(config))
+        print(f"{arm}\n{flow_check.table(rows)}\n", flush=True)
+        try:
+            flow_check.require_equal(rows, config.jetrl.mixed_precision)
+        except flow_check.PrecisionMismatch as error:
+            print(f"error: {arm}: {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
