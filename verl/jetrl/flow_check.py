@@ -103,6 +103,8 @@ def table(rows: list[Row]) -> str:
 
 def require_equal(rows: list[Row], mixed_baseline: bool) -> None:
     """Raises :class:`PrecisionMismatch` when the sides differ and the run is not a mixed baseline, or the reverse."""
+    if not rows:
+        raise PrecisionMismatch("neither trainer nor rollout has a weight-bearing operator: nothing was compared")
     different = [r for r in rows if not r.equal]
     if different and not mixed_baseline:
         raise PrecisionMismatch(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
 Scope = Literal["verl", "vllm"]
@@ -46,11 +47,17 @@ class Patch:
 
     @property
     def owner_and_attribute(self) -> tuple[Any, str]:
+        """The module or class that holds the target, None where this version has none, and the target's name in it."""
         module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
         *parents, attribute = path.split(".")
+        try:
+            owner: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            owner = None
         for parent in parents:
-            owner = getattr(owner, parent)
+            owner = getattr(owner, parent, None)
         return owner, attribute
 
     @property
@@ -64,7 +71,7 @@ class Patch:
             return
         owner, attribute = self.owner_and_attribute
         original = getattr(owner, attribute, None)
-        found = source_hash(original) if original is not None else "absent"
+        found = source_hash(original)
         if found != self.source_sha256:
             raise PatchError(
                 f"patch {self.name!r} was written for {self.scope} {PINNED[self.scope]} and does not fit the installed "
@@ -78,20 +85,38 @@ class Patch:
 
 
 def source_hash(function: Any) -> str:
-    """SHA-256 of a function's source text, of the original when it is patched."""
+    """SHA-256 of a function's source text, of the original when it is patched; "absent" where there is none to read."""
     function = getattr(function, "_jetrl_original", function)
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except (TypeError, OSError):
+        return "absent"
 
 
 def installed_version(package: str) -> str:
-    """Version of the installed ``package`` ("verl" or "vllm"); the CPU build of vLLM counts as vLLM."""
-    return version(package).split("+")[0]
+    """Version of the installed ``package`` ("verl" or "vllm"), "none" without it; the CPU build of vLLM counts as vLLM."""
+    try:
+        return version(package).split("+")[0]
+    except PackageNotFoundError:
+        return "none"
 
 
 def catalogue(scope: Scope | None = None) -> list[Patch]:
-    """Every patch of the installed catalogue, sorted by name; those of one scope when given."""
-    patches = [entry.load() for entry in entry_points(group="jetrl.patches")]
-    return sorted((p for p in patches if scope in (None, p.scope)), key=lambda p: p.name)
+    """Every patch of the installed catalogue, sorted by name; those of one scope when given.
+
+    Raises :class:`PatchError` when the installation does not know a file of the catalogue: its patch would be missing
+    without a word.
+    """
+    import jetrl_patches
+
+    patches = {entry.name: entry.load() for entry in entry_points(group="jetrl.patches")}
+    unknown = {module.name for module in pkgutil.iter_modules(jetrl_patches.__path__)} - patches.keys()
+    if unknown:
+        raise PatchError(
+            f"patches {', '.join(sorted(unknown))} are not among the installed entry points: run `make setup`, and see that "
+            "pyproject.toml lists them"
+        )
+    return sorted((p for p in patches.values() if scope in (None, p.scope)), key=lambda p: p.name)
 
 
 # Upstream swallows what a plugin raises; require_active() raises it again where it is heard.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
@@ -29,9 +30,15 @@ class PrecisionFlow(BaseConfig):
     def __post_init__(self) -> None:
         if self.linear not in ("bf16", "fp8"):
             raise ValueError(f"precision_flow.linear is {self.linear!r}; it must be bf16 or fp8")
-        unknown = sorted(set(self.modules) - set(LINEAR_MODULES))
+        if isinstance(self.modules, str) or not isinstance(self.modules, Sequence):
+            raise ValueError(f"precision_flow.modules is {self.modules!r}; it must be a list of layer names")
+        unknown = sorted(set(map(str, self.modules)) - set(LINEAR_MODULES))
         if unknown:
             raise ValueError(f"precision_flow.modules names unknown layers {unknown}; known: {', '.join(LINEAR_MODULES)}")
+        if len(set(self.modules)) != len(self.modules):
+            raise ValueError(f"precision_flow.modules names a layer twice: {', '.join(self.modules)}")
+        if self.fp8 and not self.modules:
+            raise ValueError("precision_flow.linear=fp8 with an empty precision_flow.modules: no layer would run in FP8")
         if self.fp8 and set(self.modules) != set(LINEAR_MODULES):
             # q, k, v and gate, up are one GEMM in the rollout: they cannot differ in precision there.
             for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):

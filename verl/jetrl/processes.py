@@ -10,27 +10,34 @@ from pathlib import Path
 
 import psutil
 
-from verl.jetrl.environment import RUN_ID
+from verl.jetrl.environment import RUN_ID, run_tmp
 
 SHM = "/dev/shm/"
 
 
-def ray_dir(run_id: str) -> Path:
-    """Ray's folder of the run.  Short: Ray's socket paths below it must stay under 107 bytes."""
-    return Path("/tmp") / f"jetrl-{run_id}"
+ray_dir = run_tmp
 
 
 def of_run(run_id: str) -> list[psutil.Process]:
-    """Living processes of the run, this one excepted."""
-    found = []
+    """Living processes of the run, this one excepted: those with its id in their environment, and their descendants.
+
+    Descendants, because a process that sets its title (as Ray's and vLLM's do) may overwrite its environment.
+    """
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+            if process.environ().get(RUN_ID) == run_id:
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # ended while we looked, or not ours
-    return found
+    return [p for p in found.values() if p.pid != os.getpid() and _alive(p)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[str]:
@@ -56,20 +63,21 @@ def end(run_id: str, segments: set[str], grace_s: float = 5.0) -> list[str]:
         _signal(process, "terminate")
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     deadline = time.monotonic() + 10
-    while alive and time.monotonic() < deadline:
+    # Some may have been started meanwhile; descendants of ended ones are no longer found by descent.
+    while (alive := list({p.pid: p for p in (*alive, *of_run(run_id))}.values())) and time.monotonic() < deadline:
+        segments |= shared_memory(alive)
+        processes += [p for p in alive if p not in processes]
         for process in alive:
             _signal(process, "kill")
         _, alive = psutil.wait_procs(alive, timeout=1)
-        alive = of_run(run_id)  # some may have been started meanwhile
     removed = [f"process {p.pid}" for p in processes]
-    for segment in sorted(segments):
-        if os.path.exists(segment):
-            os.unlink(segment)
-            removed.append(segment)
-    for socket in glob.glob("/tmp/rl-colocate-zmq-*.sock"):
-        if not _in_use(socket):
-            os.unlink(socket)
-            removed.append(socket)
+    sockets = {socket for socket in glob.glob("/tmp/rl-colocate-zmq-*.sock") if not _in_use(socket)}
+    for path in sorted(segments) + sorted(sockets):
+        try:
+            os.unlink(path)
+            removed.append(path)
+        except FileNotFoundError:
+            pass  # removed by its owner
     if ray_dir(run_id).exists():
         shutil.rmtree(ray_dir(run_id), ignore_errors=True)
     return removed

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # The rollout's fused layers and the trainer's layers in them, in row order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EMBEDDING = "model.embed_tokens.weight"
 _PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
 
 
@@ -31,13 +32,21 @@ def combined(digests: Iterable[str]) -> str:
 
 def fused_digests(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Digests under the rollout's names of a stream of the trainer's weights (q, k, v and gate, up fused by rows)."""
-    fused: dict[str, dict[int, Tensor]] = {}
+    digests: dict[str, str] = {}
+    waiting: dict[str, dict[int, Tensor]] = {}  # parts of fused layers; hashed when complete, so that few are held
     for name, tensor in weights:
         layer, _, kind = name.rpartition(".")
         parent, _, last = layer.rpartition(".")
         group, index = _PART_OF.get(last, (last, 0))
-        fused.setdefault(".".join(filter(None, (parent, group, kind))), {})[index] = tensor
-    return {name: digest(parts[i] for i in sorted(parts)) for name, parts in fused.items()}
+        fused = ".".join(filter(None, (parent, group, kind)))
+        waiting.setdefault(fused, {})[index] = tensor
+        if len(waiting[fused]) == len(FUSED.get(group, (group,))):
+            digests[fused] = _digest_parts(waiting.pop(fused))
+    return digests | {name: _digest_parts(parts) for name, parts in waiting.items()}
+
+
+def _digest_parts(parts: dict[int, Tensor]) -> str:
+    return digest(parts[i] for i in sorted(parts))
 
 
 def compare(trainer: dict[str, str], rollout: dict[str, str], quantized_by_rollout: bool = False) -> list[str]:
@@ -49,8 +58,8 @@ def compare(trainer: dict[str, str], rollout: dict[str, str], quantized_by_rollo
     names = trainer.keys() | rollout.keys()
     if quantized_by_rollout:
         names = {n for n in names if not n.endswith("_proj.weight") and not n.endswith("_scale_inv")}
-    if "lm_head.weight" not in rollout:
-        names -= {"lm_head.weight"}  # tied to the embedding
+    if "lm_head.weight" not in rollout and trainer.get("lm_head.weight") == trainer.get(EMBEDDING):
+        names -= {"lm_head.weight"}  # tied to the embedding: one tensor in the rollout
     if not names:
         raise ValueError("no tensor is held by both sides: nothing to compare")
     return sorted(n for n in names if trainer.get(n) != rollout.get(n))

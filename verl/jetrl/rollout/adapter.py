@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import ray
@@ -24,21 +25,23 @@ class WeightSyncError(RuntimeError):
 
 
 class PatientSocket:
-    """A ZeroMQ socket whose ``recv`` watches the receiver while it waits.
+    """A ZeroMQ socket that watches the receiver while it waits, for an answer or for the receiver to connect.
 
-    verl's sender waits in ``recv`` for a receiver that may have raised or died, for ever.  ``receiver`` is the Ray
-    reference of the receiver's call: its exception is raised here, and so is silence past ``deadline_s``.
+    verl's sender waits for a receiver that may have raised or died, for ever.  ``receiver`` is the Ray reference of the
+    receiver's call: its exception is raised here, and so is silence past ``deadline_s``.
     """
 
     def __init__(self, socket: zmq.Socket, receiver: ray.ObjectRef | None, deadline_s: float = DEADLINE_S) -> None:
         self.socket, self.receiver, self.deadline_s = socket, receiver, deadline_s
+        self.last_sent: Any = None
 
-    def recv(self) -> bytes:
+    def _wait(self, event: int) -> None:
+        """Returns when there is something to receive (zmq.POLLIN), or somebody to send to (zmq.POLLOUT)."""
         started = time.monotonic()
-        while not self.socket.poll(POLL_MS):
+        while not self.socket.poll(POLL_MS, event):
             if self.receiver is not None and ray.wait([self.receiver], timeout=0)[0]:
                 ray.get(self.receiver)  # raises what the receiver raised
-                if not self.socket.poll(POLL_MS):
+                if not self.socket.poll(POLL_MS, event):
                     raise WeightSyncError("the rollout worker ended the weight update before it had all weights")
                 break
             if time.monotonic() - started > self.deadline_s:
@@ -46,9 +49,14 @@ class PatientSocket:
                     f"the rollout worker did not answer within {self.deadline_s:.0f} s of a weight update "
                     "(JETRL_WEIGHT_SYNC_DEADLINE_S sets the limit)"
                 )
+
+    def recv(self) -> bytes:
+        self._wait(zmq.POLLIN)
         return self.socket.recv()
 
     def send_pyobj(self, obj: Any) -> None:
+        self.last_sent = obj
+        self._wait(zmq.POLLOUT)
         self.socket.send_pyobj(obj)
 
     def close(self) -> None:
@@ -65,6 +73,15 @@ class PatientSender(BucketedWeightSender):
     def _init_socket(self) -> None:
         super()._init_socket()
         self.socket = PatientSocket(self.socket, self.receiver)
+
+    def _init_buffer(self) -> None:
+        try:
+            super()._init_buffer()
+        except BaseException:
+            # verl keeps the segment to itself until the receiver has answered: nobody else would remove it.
+            if self.use_shm and self.socket.last_sent is not None:
+                SharedMemory(name=self.socket.last_sent["name"]).unlink()
+            raise
 
 
 class JetRLServerAdapter(ServerAdapter):

@@ -112,4 +112,4 @@ def register() -> None:
     """Makes verl pick this engine for ``strategy=fsdp2`` on the CPU and on NVIDIA GPUs."""
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     for key in ("cpu", ("cuda", "nvidia")):
-        registered.setdefault(key, JetRLEngine)
+        registered[key] = JetRLEngine
