@@ -11,6 +11,7 @@ RUN_ID = "JETRL_RUN"
 _COMMON = {
     "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # Ray's default, 15, starves a run beside anything else on the machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
