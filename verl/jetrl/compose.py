@@ -7,21 +7,24 @@ configurations on top of verl's own.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 NOT_ARMS = {"base"}
 CONFIGS = Path(__file__).parent / "configs"
-SEARCH_PATH = f"hydra.searchpath=[file://{CONFIGS},pkg://verl.trainer.config]"
 
 
 class RecipeError(ValueError):
-    """A recipe or arm that does not exist, or an override that does not fit."""
+    """A recipe or arm that does not exist or cannot be read, or an override that does not fit."""
 
 
 def machine() -> str:
@@ -39,28 +42,42 @@ def arms(recipe: Path) -> list[str]:
 def compose(recipe: Path, arm: str, run_dir: Path, overrides: Sequence[str] = ()) -> DictConfig:
     """The unresolved verl configuration of ``arm``; the run's files go below ``run_dir``.
 
-    Raises :class:`RecipeError` for an unknown arm; Hydra's own error for an override that does not fit.
+    Raises :class:`RecipeError` for an unknown arm, an override that does not fit, and YAML that cannot be read or resolved.
     """
     recipe = recipe.resolve()
     if arm not in arms(recipe):
         raise RecipeError(f"recipe {recipe.name!r} has no arm {arm!r}; it has {', '.join(arms(recipe))}")
-    with initialize_config_dir(str(recipe), version_base=None):
-        config = hydra_compose(
-            arm,
-            overrides=[
-                SEARCH_PATH,
-                f"+machine={machine()}",
-                f"+jetrl.recipe_dir={recipe}",
-                f"+jetrl.data_dir={run_dir.resolve().parent / 'data'}",
-                f"+jetrl.arm={arm}",
-                f"+jetrl.run_dir={run_dir.resolve()}",
-                f"trainer.project_name={recipe.name}",
-                f"trainer.experiment_name={arm}",
-                f"trainer.default_local_dir={run_dir.resolve() / 'checkpoints'}",
-                *overrides,
-            ],
-        )
+    run_dir = run_dir.resolve()
+    defaults = {
+        "+jetrl.recipe_dir": recipe,
+        "+jetrl.data_dir": run_dir.parent / "data",
+        "+jetrl.arm": arm,
+        "+jetrl.run_dir": run_dir,
+        "trainer.project_name": recipe.name,
+        "trainer.experiment_name": arm,
+        "trainer.default_local_dir": run_dir / "checkpoints",
+    }
+    try:
+        with initialize_config_dir(str(recipe), version_base=None):
+            config = hydra_compose(
+                arm,
+                overrides=[
+                    f"hydra.searchpath=[{_quoted(f'file://{CONFIGS}')},pkg://verl.trainer.config]",
+                    f"+machine={machine()}",
+                    *(f"{key}={_quoted(value)}" for key, value in defaults.items()),
+                    *overrides,
+                ],
+            )
+        OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {recipe.name!r}, arm {arm!r}: {error}") from error
     return config
+
+
+def _quoted(value: object) -> str:
+    """A string in Hydra's override grammar, whatever characters a path has."""
+    text = re.sub(r"(\\*)('|\$\{|$)", lambda m: 2 * m[1] + "\\" * bool(m[2]) + m[2], str(value))
+    return f"'{text}'"
 
 
 def resolved_yaml(config: DictConfig) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 # Probability 0 in BF16 and FP32 at any temperature.  Finite: the entropy multiplies it with that 0, and -inf gives NaN.
 MASKED = -1e30
 
