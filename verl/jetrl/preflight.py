@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from omegaconf import DictConfig
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl.jetrl import patching
@@ -20,12 +25,29 @@ BYTES_PER_PARAMETER = 12  # FP32 master and two FP32 Adam moments
 
 def problems(config: DictConfig) -> list[str]:
     """Everything that would stop this run, each with the setting and the fix; empty when it can start."""
-    found = [*_software(), *_hardware(config), *_data(config)]
-    model, model_problems = _model(config)
-    found += model_problems + _precision(config, model)
-    if model is not None:
-        found += _disk(config, model)
+    model, found = None, []
+    try:
+        model, model_problems = _model(config)
+        found += model_problems
+    except Exception as error:
+        found.append(_cannot_check("actor_rollout_ref.model.path", error))
+    for what, check in {
+        "installed versions": lambda: _software(),
+        "trainer": lambda: _hardware(config),
+        "data": lambda: _data(config),
+        "actor_rollout_ref": lambda: _precision(config, model),
+        "trainer.default_local_dir": lambda: _disk(config, model),
+    }.items():
+        try:
+            found += check()
+        except Exception as error:
+            found.append(_cannot_check(what, error))
     return found
+
+
+def _cannot_check(what: str, error: Exception) -> str:
+    """A value of the wrong type or a damaged file that stops one check is one more problem, and does not hide the others."""
+    return f"{what}: cannot be checked: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _software() -> list[str]:
@@ -48,7 +70,10 @@ def _hardware(config: DictConfig) -> list[str]:
     count = torch.cuda.device_count()
     if config.trainer.nnodes == 1 and config.trainer.n_gpus_per_node > count:
         found.append(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, but this machine has {count} GPUs")
-    if _flow(config).fp8 or config.actor_rollout_ref.rollout.quantization:
+    if (
+        config.actor_rollout_ref.actor.fsdp_config.precision_flow.linear == "fp8"
+        or config.actor_rollout_ref.rollout.quantization
+    ):
         for index in range(count):
             major, minor = torch.cuda.get_device_capability(index)
             if major != 9:
@@ -70,16 +95,34 @@ def _flow(config: DictConfig) -> PrecisionFlow:
 
 def _data(config: DictConfig) -> list[str]:
     found = []
-    for key in ("train_files", "val_files"):
+    for key, least in {"train_files": config.data.train_batch_size, "val_files": 1}.items():
         files = config.data[key]
-        for file in [files] if isinstance(files, str) else files:
-            if not Path(file).expanduser().is_file():
-                found.append(f"data.{key}: {file} {MISSING_DATA}")
+        found += _data_files(f"data.{key}", [files] if isinstance(files, str) else files or [], config.data.prompt_key, least)
     if config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size:
         found.append(
             f"data.train_batch_size={config.data.train_batch_size} is not a multiple of "
             f"actor_rollout_ref.actor.ppo_mini_batch_size={config.actor_rollout_ref.actor.ppo_mini_batch_size}"
         )
+    return found
+
+
+def _data_files(setting: str, files: Sequence[str], prompt_key: str, least: int) -> list[str]:
+    found, rows = [], 0
+    for file in files:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            found.append(f"{setting}: {file} {MISSING_DATA}")
+        elif path.suffix == ".parquet":
+            try:
+                table = pyarrow.parquet.ParquetFile(path)
+            except (pyarrow.ArrowException, OSError) as error:
+                found.append(f"{setting}: {file} is damaged: {error}")
+                continue
+            rows += table.metadata.num_rows
+            if prompt_key not in table.schema_arrow.names:
+                found.append(f"{setting}: {file} has no column {prompt_key!r} (data.prompt_key)")
+    if not found and rows < least and all(str(file).endswith(".parquet") for file in files):
+        found.append(f"{setting}: {rows} prompts, at least {least} are needed")
     return found
 
 
@@ -94,8 +137,14 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
     missing = _missing_weights(path)
     if missing:
         found.append(f"{setting}: weights are missing: {missing}")
-    model = AutoConfig.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        model = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        return None, [*found, f"{setting}: its config.json cannot be used: {str(error).partition(chr(10))[0]}"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # what it raises for a damaged or missing file differs from file to file
+        return model, [*found, f"{setting}: its tokenizer cannot be loaded: {str(error).partition(chr(10))[0]}"]
     if model.vocab_size < len(tokenizer):
         found.append(f"{setting}: vocab_size {model.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens")
     length = config.data.max_prompt_length + config.data.max_response_length
@@ -104,15 +153,40 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
             f"data.max_prompt_length + data.max_response_length = {length} exceeds the model's "
             f"max_position_embeddings {model.max_position_embeddings}"
         )
+    longest = config.actor_rollout_ref.rollout.max_model_len
+    if longest is not None and longest < length:
+        found.append(
+            f"actor_rollout_ref.rollout.max_model_len={longest} is less than data.max_prompt_length + "
+            f"data.max_response_length = {length}"
+        )
     return model, found
 
 
 def _missing_weights(path: Path) -> str:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return ", ".join(name for name in names if not (path / name).is_file())
-    return "" if any(path.glob("*.safetensors")) or any(path.glob("*.bin")) else "no *.safetensors"
+        try:
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError) as error:
+            return f"{index.name} is damaged ({error!r})"
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            return "" if any(path.glob("*.bin")) else "no *.safetensors"
+    return ", ".join(filter(None, map(_unusable, files)))
+
+
+def _unusable(file: Path) -> str:
+    """The file's name and what is wrong with it: absent, cut short, or a Git LFS pointer; "" when its header fits."""
+    if not file.is_file():
+        return file.name
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as error:  # the library's own exception type is not public
+            return f"{file.name} is damaged or not downloaded ({error})"
+    return ""
 
 
 def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
@@ -134,43 +208,55 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
             "actor_rollout_ref.actor.fsdp_config.precision_flow.linear=fp8, or declare the mixed baseline with "
             "jetrl.mixed_precision=true"
         )
-    if config.jetrl.mixed_precision and (flow.fp8 or not stock):
+    if config.jetrl.mixed_precision and (flow.fp8 or stock != "fp8"):
         found.append("jetrl.mixed_precision=true needs BF16 training and actor_rollout_ref.rollout.quantization=fp8")
     if flow.fp8 or stock:
-        lora = actor_rollout_ref.model.get("lora_rank", 0) or actor_rollout_ref.model.get("lora", {}).get("rank", 0)
+        lora = actor_rollout_ref.model.get("lora_rank") or (actor_rollout_ref.model.get("lora") or {}).get("rank")
         if lora or actor_rollout_ref.model.get("lora_adapter_path"):
             found.append("LoRA with FP8 is not supported: set actor_rollout_ref.model.lora_rank=0")
-    if flow.fp8:
-        if actor_rollout_ref.actor.strategy != "fsdp2":
-            found.append(f"FP8 training needs actor_rollout_ref.actor.strategy=fsdp2, not {actor_rollout_ref.actor.strategy}")
-        if actor_rollout_ref.rollout.tensor_model_parallel_size != 1:
-            found.append("the jetrl arm needs actor_rollout_ref.rollout.tensor_model_parallel_size=1")
-        if actor_rollout_ref.rollout.name != "vllm":
-            found.append(f"the jetrl arm needs actor_rollout_ref.rollout.name=vllm, not {actor_rollout_ref.rollout.name}")
-        if model is not None and model.model_type not in SUPPORTED_MODELS:
-            found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
+    if (flow.fp8 or stock) and model is not None and model.model_type not in SUPPORTED_MODELS:
+        found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
+    # What every arm needs: its checks of precision flow and weights look into these parts.
+    for setting, value, needed in (
+        ("actor_rollout_ref.actor.strategy", actor_rollout_ref.actor.strategy, "fsdp2"),
+        ("actor_rollout_ref.rollout.name", actor_rollout_ref.rollout.name, "vllm"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", actor_rollout_ref.rollout.tensor_model_parallel_size, 1),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", actor_rollout_ref.rollout.pipeline_model_parallel_size, 1),
+        ("actor_rollout_ref.model.use_fused_kernels", actor_rollout_ref.model.use_fused_kernels, False),
+        ("actor_rollout_ref.actor.checkpoint.async_save", actor_rollout_ref.actor.checkpoint.async_save, False),
+    ):
+        if value != needed:
+            found.append(f"{setting}={value}: the fork runs with {setting.rpartition('.')[2]}={needed} only")
     mode = config.trainer.v1.trainer_mode
     if mode != "sync" or not config.trainer.use_v1:
         found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
     return found
 
 
-def _disk(config: DictConfig, model: PretrainedConfig) -> list[str]:
-    if config.trainer.save_freq <= 0:
-        return []
+def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     folder = Path(config.trainer.default_local_dir)
-    existing = next(p for p in (folder, *folder.parents) if p.is_dir())
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [f"trainer.default_local_dir={folder}: {existing} is not a folder that can be written to"]
+    if config.trainer.save_freq <= 0 or model is None:
+        return []
+    found = []
+    if config.trainer.max_actor_ckpt_to_keep == 1:
+        found.append(
+            "trainer.max_actor_ckpt_to_keep=1: a run killed while it saves would keep no whole checkpoint; set 2 or more"
+        )
     free = shutil.disk_usage(existing).free / GB
     needed = config.jetrl.checkpoint_disk_gb
     if needed is None:
+        # One more than is kept: a new one is written before an old one goes.  Without a limit, at least two are.
         kept = (config.trainer.max_actor_ckpt_to_keep or 1) + 1
         needed = kept * parameter_count(model) * BYTES_PER_PARAMETER / GB
     if free < needed:
-        return [
+        found.append(
             f"checkpoints need {needed:.1f} GB below {folder}, {free:.1f} GB are free: point trainer.default_local_dir "
             "elsewhere, lower trainer.max_actor_ckpt_to_keep, or set trainer.save_freq=-1"
-        ]
-    return []
+        )
+    return found
 
 
 def parameter_count(model: PretrainedConfig) -> int:
