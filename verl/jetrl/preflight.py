@@ -19,6 +19,7 @@ from verl.jetrl import patching
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 
 GB = 2**30
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MISSING_DATA = "does not exist"
 BYTES_PER_PARAMETER = 12  # FP32 master and two FP32 Adam moments
 
@@ -141,6 +142,8 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
         model = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         return None, [*found, f"{setting}: its config.json cannot be used: {str(error).partition(chr(10))[0]}"]
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make an empty tokenizer
+        return model, [*found, f"{setting}: its tokenizer cannot be loaded: none of {', '.join(TOKENIZER_FILES)} is in it"]
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # what it raises for a damaged or missing file differs from file to file
@@ -167,7 +170,7 @@ def _missing_weights(path: Path) -> str:
     if index.is_file():
         try:
             files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             return f"{index.name} is damaged ({error!r})"
     else:
         files = sorted(path.glob("*.safetensors"))

@@ -1,0 +1,350 @@
+"""The precision flow's own rules, and what is refused before a run starts: each with the setting's name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl.jetrl import patching, preflight
+from verl.jetrl.compose import RecipeError, arms, compose, resolved_yaml
+from verl.jetrl.precision import LINEAR_MODULES, JetRLEngineConfig, PrecisionFlow
+
+FP8 = "actor_rollout_ref.actor.fsdp_config.precision_flow.linear=fp8"
+STOCK = "actor_rollout_ref.rollout.quantization=fp8"
+TOKENS = 300
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_checkpoint(folder: Path, model_type: str = "qwen3", vocab_size: int = 320, **changes) -> Path:
+    """A checkpoint of a few thousand weights with a tokenizer of 300 tokens."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, max_position_embeddings=256, **{**sizes, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1", pad_token="w2").save_pretrained(folder)
+    return folder
+
+
+def make_data(folder: Path, rows: int = 64, column: str = "prompt") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.table({column: ["1+1"] * rows}), folder / f"{name}.parquet")
+
+
+@functools.cache
+def composed(arm: str) -> DictConfig:
+    return compose(ROOT / "recipes/tiny", arm, Path("/runs") / arm)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def setting(checkpoint: Path, tmp_path: Path):
+    """A runnable setting of recipes/tiny: function of arm and overrides that gives its configuration."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    make_data(tmp_path / "runs" / "data")
+
+    def config(arm: str, *overrides: str) -> DictConfig:
+        config = composed(arm).copy()
+        paths = {
+            "actor_rollout_ref.model.path": str(model),
+            "jetrl.data_dir": str(tmp_path / "runs" / "data"),
+            "trainer.default_local_dir": str(tmp_path / "runs" / arm / "checkpoints"),
+        }
+        changes = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in overrides)}
+        for key, value in {**paths, **changes}.items():
+            OmegaConf.update(config, key, value)
+        return config
+
+    config.model, config.data = model, tmp_path / "runs" / "data"
+    return config
+
+
+# --- PrecisionFlow --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"linear": "fp4"}, "precision_flow.linear is 'fp4'"),
+        ({"linear": None}, "precision_flow.linear is None"),
+        ({"linear": "FP8"}, "precision_flow.linear is 'FP8'"),
+        ({"linear": "fp8", "modules": ["q_proj", "lm_head"]}, "unknown layers ['lm_head']"),
+        ({"linear": "fp8", "modules": "q_proj"}, "must be a list"),
+        ({"linear": "fp8", "modules": None}, "must be a list"),
+        ({"linear": "fp8", "modules": [1, "q_proj"]}, "unknown layers ['1']"),
+        ({"linear": "fp8", "modules": []}, "no layer would run in FP8"),
+        ({"linear": "fp8", "modules": ["q_proj", "k_proj"]}, "all or none of q_proj, k_proj, v_proj"),
+        ({"linear": "fp8", "modules": ["up_proj", "down_proj"]}, "all or none of gate_proj, up_proj"),
+        ({"linear": "fp8", "modules": ["o_proj", "o_proj"]}, "names a layer twice"),
+        ({"exact": True}, "precision_flow.exact=true is not available"),
+    ],
+)
+def test_flow_refuses(values, message):
+    with pytest.raises(ValueError) as error:
+        PrecisionFlow(**values)
+    assert message in str(error.value)
+
+
+def test_flow_covers_the_linears_of_the_decoder_and_nothing_else():
+    flow = PrecisionFlow(linear="fp8")
+    assert all(flow.covers(f"model.layers.3.mlp.{name}") for name in LINEAR_MODULES)
+    assert not any(flow.covers(name) for name in ("lm_head", "model.embed_tokens", "model.layers.0.q_proj.lora_A", ""))
+    assert not PrecisionFlow().covers("model.layers.0.self_attn.q_proj"), "BF16 covers nothing"
+    part = PrecisionFlow(linear="fp8", modules=["down_proj"])
+    assert part.covers("a.down_proj") and not part.covers("a.q_proj")
+
+
+def test_flow_cannot_change_after_it_was_checked():
+    flow = PrecisionFlow(linear="fp8")
+    with pytest.raises(AttributeError):
+        flow.linear = "bf16"
+
+
+def test_sequence_parallel_fp8_is_refused():
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
+        JetRLEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2, precision_flow=PrecisionFlow(linear="fp8"))
+    JetRLEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2)  # the same in BF16 is verl's affair
+
+
+# --- preflight ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arm", ["bf16", "bf16-train-fp8-rollout", "bf16-train-fp8-rollout-tis", "jetrl"])
+def test_a_sound_configuration_has_no_problems(setting, arm):
+    assert preflight.problems(setting(arm)) == []
+
+
+BAD = [
+    ("bf16", [STOCK], "jetrl.mixed_precision=true"),
+    ("jetrl", [STOCK], "remove rollout.quantization"),
+    ("bf16", ["jetrl.mixed_precision=true"], "jetrl.mixed_precision=true needs BF16 training"),
+    ("jetrl", ["jetrl.mixed_precision=true"], "jetrl.mixed_precision=true needs BF16 training"),
+    ("bf16-train-fp8-rollout", ["actor_rollout_ref.rollout.quantization=torchao"], "rollout.quantization=fp8"),
+    ("jetrl", ["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank=0"),
+    ("bf16-train-fp8-rollout", ["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank=0"),
+    ("jetrl", ["actor_rollout_ref.actor.strategy=fsdp"], "actor_rollout_ref.actor.strategy=fsdp:"),
+    ("bf16", ["actor_rollout_ref.actor.strategy=fsdp"], "actor_rollout_ref.actor.strategy=fsdp:"),
+    ("jetrl", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2"),
+    ("bf16", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2"),
+    ("jetrl", ["actor_rollout_ref.rollout.name=sglang"], "actor_rollout_ref.rollout.name=sglang"),
+    ("jetrl", ["actor_rollout_ref.model.use_fused_kernels=true"], "actor_rollout_ref.model.use_fused_kernels=True"),
+    ("bf16", ["actor_rollout_ref.actor.checkpoint.async_save=true"], "actor_rollout_ref.actor.checkpoint.async_save=True"),
+    ("bf16", ["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode=separate_async"),
+    ("bf16", ["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async"),
+    ("jetrl", [f"{FP8[:-3]}fp4"], "precision_flow.linear is 'fp4'"),
+    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.modules=[]"], "no layer would run in FP8"),
+    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.exact=true"], "precision_flow.exact=true"),
+    ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
+    ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),
+    ("bf16", ["data.train_files=null"], "data.train_files: 0 prompts"),
+    ("bf16", ["data.max_response_length=1000"], "max_position_embeddings 256"),
+    ("bf16", ["actor_rollout_ref.rollout.max_model_len=100"], "actor_rollout_ref.rollout.max_model_len=100"),
+    ("bf16", ["jetrl.least_gpu_memory_gb=78"], "no CUDA GPU found: this recipe needs 78 GB"),
+    ("bf16", ["trainer.device=cuda"], "no CUDA GPU found: trainer.device=cuda"),
+    ("bf16", ["trainer.max_actor_ckpt_to_keep=1"], "trainer.max_actor_ckpt_to_keep=1"),
+    # values of the wrong type
+    ("bf16", ["data.train_batch_size=many"], "data: cannot be checked"),
+    ("bf16", ["actor_rollout_ref.actor.ppo_mini_batch_size=0"], "data: cannot be checked"),
+    ("bf16", ["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path: cannot be checked"),
+    ("jetrl", ["trainer.save_freq=often"], "trainer.default_local_dir: cannot be checked"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.parametrize(("arm", "overrides", "message"), BAD, ids=[f"{a}-{o[0].split('.')[-1]}" for a, o, _ in BAD])
+def test_a_bad_setting_is_named(setting, arm, overrides, message):
+    found = preflight.problems(setting(arm, *overrides))
+    assert any(message in problem for problem in found), found
+
+
+def test_all_problems_are_listed_at_once(setting, tmp_path):
+    shutil.rmtree(setting.data)
+    found = preflight.problems(
+        setting(
+            "jetrl",
+            STOCK,
+            "actor_rollout_ref.model.path=/nowhere",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.model.lora_rank=4",
+            "trainer.v1.trainer_mode=colocate_async",
+            "trainer.max_actor_ckpt_to_keep=many",
+        )
+    )
+    parts = ("/nowhere: no such folder", "data.train_files", "data.val_files", "rollout.quantization", "lora_rank=0")
+    parts += ("tensor_model_parallel_size=2", "trainer_mode")
+    assert [part for part in parts if not any(part in problem for problem in found)] == []
+
+
+def test_a_check_that_fails_does_not_hide_the_others(setting):
+    found = preflight.problems(setting("jetrl", "actor_rollout_ref.model.path=null", "trainer.v1.trainer_mode=colocate_async"))
+    assert any("model.path: cannot be checked: TypeError" in problem for problem in found)
+    assert any("trainer_mode" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: shutil.rmtree(m), "no such folder"),
+        (lambda m: (m / "config.json").unlink(), "no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "config.json cannot be used"),
+        (lambda m: (m / "config.json").write_text('{"model_type": "novel"}'), "config.json cannot be used"),
+        (lambda m: (m / "model.safetensors").unlink(), "weights are missing: no *.safetensors"),
+        (lambda m: (m / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"), "not downloaded"),
+        (lambda m: os.truncate(m / "model.safetensors", 5000), "model.safetensors is damaged"),
+        (lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'), "gone.saf"),
+        (lambda m: (m / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+        (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded"),
+        (lambda m: [(m / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "tokenizer cannot be"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(setting, damage, message):
+    config = setting("jetrl")
+    damage(setting.model)
+    found = preflight.problems(config)
+    assert any(message in problem and str(setting.model) in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": TOKENS - 1}, f"vocab_size {TOKENS - 1} is smaller than the tokenizer's {TOKENS} tokens"),
+        ({"model_type": "gemma"}, "supports the model types qwen3, qwen2, llama; this model is 'gemma'"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named(setting, tmp_path, changes, message):
+    model = make_checkpoint(tmp_path / "other", **changes)
+    found = preflight.problems(setting("jetrl", f"actor_rollout_ref.model.path={model}"))
+    assert any(message in problem for problem in found), found
+    if "model_type" in changes:
+        assert preflight.problems(setting("bf16", f"actor_rollout_ref.model.path={model}")) == [], "BF16 runs any model"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "train.parquet").unlink(), "train.parquet does not exist"),
+        (lambda d: (d / "train.parquet").write_bytes(b"PAR1 not really"), "train.parquet is damaged"),
+        (lambda d: (d / "train.parquet").write_bytes(b""), "train.parquet is damaged"),
+        (lambda d: make_data(d, rows=0), "data.val_files: 0 prompts"),
+        (lambda d: make_data(d, column="question"), "has no column 'prompt'"),
+    ],
+)
+def test_damaged_data_is_named(setting, damage, message):
+    damage(setting.data)
+    found = preflight.problems(setting("bf16"))
+    assert any(message in problem for problem in found), found
+
+
+def test_full_disk(setting, monkeypatch):
+    config = setting("bf16", "jetrl.checkpoint_disk_gb=5")
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=4 * 2**30))
+    (problem,) = preflight.problems(config)
+    assert "checkpoints need 5.0 GB" in problem and "4.0 GB are free" in problem and "trainer.default_local_dir" in problem
+    assert preflight.problems(setting("bf16", "jetrl.checkpoint_disk_gb=5", "trainer.save_freq=-1")) == []
+    # Estimated from the model: 3 checkpoints of 12 bytes a parameter.
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=0))
+    assert "checkpoints need" in preflight.problems(setting("bf16"))[0]
+
+
+def test_a_run_folder_that_cannot_be_written(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: False)  # as root, permissions alone do not show
+    assert any("is not a folder that can be written to" in p for p in preflight.problems(setting("bf16")))
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    found = preflight.problems(setting("bf16", f"trainer.default_local_dir={tmp_path}/file/checkpoints"))
+    assert any("trainer.default_local_dir" in problem and "written" in problem for problem in found), found
+
+
+def test_parameter_count_is_the_models(tmp_path):
+    for tied in (True, False):
+        config = AutoConfig.for_model("qwen3", vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        config.update(dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied))
+        model = AutoModelForCausalLM.from_config(config)
+        matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+        assert preflight.parameter_count(config) == matrices
+
+
+def test_upstream_of_another_version_is_a_problem(setting, monkeypatch):
+    monkeypatch.setattr(patching, "version", lambda package: "0.8.0")
+    found = preflight.problems(setting("bf16"))
+    assert any("verl 0.8.0 is installed" in problem and "0.9.1" in problem for problem in found)
+
+
+# --- recipes and overrides --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two words", "größe", "a=b,c", "it's", 'q"r', "a${b}", "x#y%20", "{q}[z](w)", "end\\"])
+def test_recipes_and_runs_in_folders_of_any_name(root, tmp_path, name):
+    recipe, run = tmp_path / name, tmp_path / f"runs {name}" / "jetrl"
+    recipe.mkdir()
+    for file in (root / "recipes/tiny").glob("*.yaml"):
+        shutil.copy(file, recipe)
+    config = compose(recipe, "jetrl", run)
+    assert config.jetrl.recipe_dir == str(recipe) and config.trainer.project_name == name
+    assert config.trainer.default_local_dir == str(run / "checkpoints")
+    assert config.data.train_files == str(run.parent / "data/train.parquet")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.total_trainin_steps=3", "trainer.x", "=", "a=1,2", "@", "~trainer.foo", "trainer=3", "data.seed=${nope}", "+m=("],
+)
+def test_an_override_that_does_not_fit_is_one_error(root, tmp_path, override):
+    with pytest.raises(RecipeError, match="recipe 'tiny', arm 'bf16'"):
+        compose(root / "recipes/tiny", "bf16", tmp_path / "bf16", [override])
+
+
+def test_unknown_recipes_and_arms(root, tmp_path):
+    with pytest.raises(RecipeError, match="no arm 'fp9'; it has bf16, bf16-train-fp8-rollout"):
+        compose(root / "recipes/tiny", "fp9", tmp_path)
+    with pytest.raises(RecipeError, match="is not a recipe: it has no base.yaml"):
+        arms(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"defaults: [base\n", b"\xff\xfe\x00", b"defaults: [nowhere]\n", b"a: ${b}\n"])
+def test_an_arm_that_cannot_be_read_is_one_error(root, tmp_path, text):
+    (tmp_path / "base.yaml").write_bytes((root / "recipes/tiny/base.yaml").read_bytes())
+    (tmp_path / "odd.yaml").write_bytes(text)
+    with pytest.raises(RecipeError, match="arm 'odd'"):
+        compose(tmp_path, "odd", tmp_path / "runs" / "odd")
+
+
+def test_arms_differ_only_in_precision(root, tmp_path):
+    """One base, arms of a few lines: what is compared is the precision and nothing else."""
+    from verl.jetrl.config_diff import diff
+
+    def changed(recipe: str, arm: str) -> set[str]:
+        a, b = (compose(root / "recipes" / recipe, one, tmp_path / one) for one in ("bf16", arm))
+        own = ("jetrl.arm", "jetrl.run_dir", "trainer.default_local_dir")
+        return {key for key, *_ in diff(a, b) if key not in own and not key.endswith("experiment_name")}
+
+    for recipe in ("tiny", "qwen3-8b"):
+        flow = "precision_flow.linear"
+        places = ("actor.fsdp_config", "ref.fsdp_config", "rollout.custom")
+        assert changed(recipe, "jetrl") == {f"actor_rollout_ref.{place}.{flow}" for place in places}
+        mixed = {"jetrl.mixed_precision", "actor_rollout_ref.rollout.quantization"}
+        assert changed(recipe, "bf16-train-fp8-rollout") == mixed
+        tis = {key for key in changed(recipe, "bf16-train-fp8-rollout-tis") if "rollout_correction" not in key}
+        assert tis == mixed
+
+
+def test_the_printed_configuration_is_whole(root, tmp_path):
+    text = resolved_yaml(compose(root / "recipes/tiny", "jetrl", tmp_path / "jetrl"))
+    assert "${" not in text and json.dumps(str(root / "recipes/tiny"))[1:-1] in text
