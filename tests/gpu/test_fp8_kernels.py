@@ -180,7 +180,8 @@ def test_silu_mul_backward():
 
 def test_transformer_engine_caster_with_fp32_scales():
     """TE's 1x128 quantizer, another implementation of the format: the same bytes wherever its floor of 0 is not met."""
-    tex = pytest.importorskip("transformer_engine_torch")
+    pytest.importorskip("transformer_engine.pytorch")
+    import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     x = randn(512, 1024)

@@ -69,8 +69,10 @@ else:
         tl.debug_barrier()
 
 
+_NATIVE = tl.constexpr(NATIVE)
 _AMAX_FLOOR = tl.constexpr(ref.AMAX_FLOOR)
 _FP8_MAX = tl.constexpr(ref.FP8_MAX)
+_PROPAGATE_NAN = tl.constexpr(triton.language.PropagateNan.ALL)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 
@@ -79,23 +81,33 @@ _PLAIN, _SILU_MUL, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # How a form is grouped.
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Layouts of a 128x128 tile, in two slices of 64 columns: coalesced along columns for reading and for rows, and along
+# A 128x128 tile is held in four slices of 32 columns: coalesced along columns for reading and for rows, and along
 # tokens, 16 per thread, for the transposed form.  8 warps with 128 registers each: two tiles per multiprocessor.
-_ROW_LAYOUT = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-_TOKEN_LAYOUT = gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1])
-_TILE = dict(ROW_LAYOUT=_ROW_LAYOUT, TOKEN_LAYOUT=_TOKEN_LAYOUT, num_warps=8, maxnreg=128)
+_SLICE = tl.constexpr(32)
+_ROW_LAYOUT = tl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
+_TOKEN_LAYOUT = tl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
+_TILE = dict(num_warps=8, maxnreg=128)
 
 
 @jit
-def _scale(amax_bits):
-    """Scales from the bits of max|x|.  As integers NaN > infinity > finite, so a maximum of bits keeps NaN."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    return tl.where(amax_bits >= _INF_BITS, float("nan"), tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX))
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
 
 
 @jit
-def _abs_bits(x):
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & _ABS_MASK
+def _amax(x, axis: tl.constexpr):
+    """max|x| along an axis; NaN if there is one."""
+    x = tl.abs(x.to(tl.float32))
+    if _NATIVE:
+        return tl.reduce(x, axis, _larger)
+    else:  # as integers NaN > infinity > finite
+        return tl.max(x.to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+
+
+@jit
+def _scale(amax):
+    s = tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX)
+    return tl.where(amax < float("inf"), s, float("nan"))
 
 
 @jit
@@ -104,10 +116,10 @@ def _reciprocal(s):
 
 
 @jit
-def _encode(x, s, r, NATIVE: tl.constexpr):
+def _encode(x, s, r):
     """The bytes of round(x / s); r is the reciprocal of s.  A NaN scale gives 0x7F everywhere."""
     x = x.to(tl.float32)
-    if NATIVE:
+    if _NATIVE:
         # A correctly rounded quotient without a division per value: multiply by the correctly rounded reciprocal,
         # then correct by the exact remainder.  The signs are arranged so that -0 stays -0.
         # tests/gpu/test_fp8_kernels.py compares it with IEEE division over every pair of BF16 maximum and value.
@@ -126,9 +138,9 @@ def _encode(x, s, r, NATIVE: tl.constexpr):
 
 
 @jit
-def _bf16(x, NATIVE: tl.constexpr):
+def _bf16(x):
     """FP32 values rounded to BF16, as FP32."""
-    if NATIVE:
+    if _NATIVE:
         return x.to(tl.bfloat16).to(tl.float32)
     else:  # the interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
@@ -138,23 +150,34 @@ def _bf16(x, NATIVE: tl.constexpr):
 
 @jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(x * -1.0))  # within 2 ulp of IEEE; every kernel that needs it calls this
+    """Within about 2 ulp of 1 / (1 + exp(-x)); every kernel that needs a sigmoid calls this, so that all agree."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.ftz.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(x * -1.0))
 
 
 @jit
-def _silu_mul(gate_up, at, inside, I, NATIVE: tl.constexpr):
+def _silu_mul(gate_up, at, inside, I):
     """silu(gate) * up, rounded to BF16 after each of the two operations."""
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
-    return _bf16(_bf16(gate * _sigmoid(gate), NATIVE) * up, NATIVE).to(tl.bfloat16)
+    return _bf16(_bf16(gate * _sigmoid(gate)) * up).to(tl.bfloat16)
 
 
 @jit
-def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.constexpr, NATIVE: tl.constexpr):
+def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.constexpr):
     if SOURCE == _PLAIN:
         tile = tl.load(x + at, mask=inside, other=0.0)
     elif SOURCE == _SILU_MUL:
-        tile = _silu_mul(x, at, inside, K, NATIVE)
+        tile = _silu_mul(x, at, inside, K)
     else:
         byte = tl.load(x + at, mask=inside, other=0)
         scale = tl.load(x_s + k_block * stride_xs + m, mask=m < M, other=0.0)
@@ -164,44 +187,43 @@ def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.const
 
 @jit
 def _write_forms(
-    left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr,
-    NATIVE: tl.constexpr,
+    slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of (128, 64) ``left`` and ``right``, zero outside (M, K), into the forms asked for."""
-    parts = (left, right)
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-    k_0 = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+    """Quantize a tile, four slices (128, 32) that are zero outside (M, K), into the forms asked for."""
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
+    k_0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
     row = m[:, None].to(tl.int64) * K
-    m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
-    k_t0 = k_block * 128 + _iota(64, gl.SliceLayout(0, TOKEN_LAYOUT))
+    m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, _TOKEN_LAYOUT))
+    k_t0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _TOKEN_LAYOUT))
     if ROWS != _NONE or TRANSPOSED == _BLOCK:
-        row_amax = tl.maximum(tl.max(_abs_bits(left), 1), tl.max(_abs_bits(right), 1))
+        row_amax = _amax(slices[0], 1)
+        for i in tl.static_range(1, 4):
+            row_amax = _larger(row_amax, _amax(slices[i], 1))
     if ROWS == _BLOCK or TRANSPOSED == _BLOCK:
-        s_b = _scale(tl.max(row_amax, 0))
+        s_b = _scale(_amax(row_amax, 0))
         r_b = _reciprocal(s_b)
         tl.store(s_t + k_block * stride_st_k + m_block * stride_st_m, s_b)
     if ROWS == _GROUP:
         s_m = _scale(row_amax)
         r_m = _reciprocal(s_m)
         tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
-    for half in tl.static_range(2):
-        k = k_0 + half * 64
-        at = row + k[None, :]
+    for i in tl.static_range(4):
+        k = k_0 + i * _SLICE
         inside = (m[:, None] < M) & (k[None, :] < K)
         if ROWS == _GROUP:
-            tl.store(q + at, _encode(parts[half], s_m[:, None], r_m[:, None], NATIVE), mask=inside)
+            tl.store(q + row + k[None, :], _encode(slices[i], s_m[:, None], r_m[:, None]), mask=inside)
         if ROWS == _BLOCK:
-            tl.store(q + at, _encode(parts[half], s_b, r_b, NATIVE), mask=inside)
+            tl.store(q + row + k[None, :], _encode(slices[i], s_b, r_b), mask=inside)
         if TRANSPOSED != _NONE:
-            k_t = k_t0 + half * 64
-            tile = _relayout(parts[half], TOKEN_LAYOUT)
+            k_t = k_t0 + i * _SLICE
+            tile = _relayout(slices[i], _TOKEN_LAYOUT)
             if TRANSPOSED == _GROUP:
-                s_k = _scale(tl.max(_abs_bits(tile), 0))
+                s_k = _scale(_amax(tile, 0))
                 tl.store(s_t + k_t * stride_st_k + m_block * stride_st_m, s_k, mask=k_t < K)
-                byte = _encode(tile, s_k[None, :], _reciprocal(s_k)[None, :], NATIVE)
+                byte = _encode(tile, s_k[None, :], _reciprocal(s_k)[None, :])
             else:
-                byte = _encode(tile, s_b, r_b, NATIVE)
+                byte = _encode(tile, s_b, r_b)
             at_t = k_t[None, :].to(tl.int64) * M_T + m_t[:, None]
             tl.store(q_t + at_t, byte, mask=(k_t[None, :] < K) & (m_t[:, None] < M_T))
 
@@ -209,30 +231,28 @@ def _write_forms(
 @jit
 def _tiles_kernel(
     x, x_s, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
-    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_LAYOUT: tl.constexpr,
-    TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
     k_blocks = (K + 127) // 128
     m_block = tl.program_id(0) // k_blocks
     k_block = tl.program_id(0) % k_blocks
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-    k = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
+    k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
     at = m[:, None].to(tl.int64) * stride_x + k[None, :]
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    left = _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE, NATIVE)
-    inside = (m[:, None] < M) & (k[None, :] + 64 < K)
-    right = _load_tile(x, x_s, at + 64, inside, m, M, k_block, K, stride_xs, SOURCE, NATIVE)
+    slices = ()
+    for i in tl.static_range(4):
+        inside = (m[:, None] < M) & (k[None, :] + i * _SLICE < K)
+        slices = slices + (_load_tile(x, x_s, at + i * _SLICE, inside, m, M, k_block, K, stride_xs, SOURCE),)
     _write_forms(
-        left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-        ROWS, TRANSPOSED, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
+        slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, ROWS, TRANSPOSED
     )  # fmt: skip
 
 
 @jit
 def _rows_kernel(
     x, q, s, M, K, stride_x, stride_s,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_M, 128) values into FP8 rows."""
     k_blocks = (K + 127) // 128
@@ -241,80 +261,92 @@ def _rows_kernel(
     k = k_block * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
     inside = (m[:, None] < M) & (k[None, :] < K)
     at = m[:, None].to(tl.int64) * stride_x + k[None, :]
-    tile = _load_tile(x, None, at, inside, m, M, k_block, K, 0, SOURCE, NATIVE)
-    s_m = _scale(tl.max(_abs_bits(tile), 1))
+    tile = _load_tile(x, None, at, inside, m, M, k_block, K, 0, SOURCE)
+    s_m = _scale(_amax(tile, 1))
     tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
-    byte = _encode(tile, s_m[:, None], _reciprocal(s_m)[:, None], NATIVE)
+    byte = _encode(tile, s_m[:, None], _reciprocal(s_m)[:, None])
     tl.store(q + m[:, None].to(tl.int64) * K + k[None, :], byte, mask=inside)
 
 
 @jit
-def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr):
+def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr):
     i_blocks = (I + 127) // 128
     m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
     i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
     inside = (m[:, None] < M) & (i[None, :] < I)
     row = m[:, None].to(tl.int64) * I
-    tl.store(y + row + i[None, :], _silu_mul(gate_up, 2 * row + i[None, :], inside, I, NATIVE), mask=inside)
+    tl.store(y + row + i[None, :], _silu_mul(gate_up, 2 * row + i[None, :], inside, I), mask=inside)
 
 
 @jit
-def _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE: tl.constexpr):
-    """Gradients of gate and up, rounded to BF16 where BF16 operations would round."""
+def _d_gate(gate_up, dy, at, at_dy, inside, I):
+    """Gradient of gate, rounded to BF16 where BF16 operations would round."""
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy + at_dy, mask=inside, other=0.0).to(tl.float32)
     sigmoid = _sigmoid(gate)
-    d_up = _bf16(dy * _bf16(gate * sigmoid, NATIVE), NATIVE).to(tl.bfloat16)
-    d_gate = _bf16(_bf16(dy * up, NATIVE) * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), NATIVE).to(tl.bfloat16)
-    return d_gate, d_up
+    return _bf16(_bf16(dy * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(tl.bfloat16)
 
 
 @jit
-def _silu_mul_backward_kernel(
-    gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
+def _d_up(gate_up, dy, at, at_dy, inside):
+    """Gradient of up, rounded likewise."""
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy + at_dy, mask=inside, other=0.0).to(tl.float32)
+    return _bf16(dy * _bf16(gate * _sigmoid(gate))).to(tl.bfloat16)
+
+
+@jit
+def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr):
     i_blocks = (I + 127) // 128
     m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
     i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
     inside = (m[:, None] < M) & (i[None, :] < I)
     at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
-    d_gate, d_up = _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE)
-    tl.store(d_gate_up + at, d_gate, mask=inside)
-    tl.store(d_gate_up + at + I, d_up, mask=inside)
+    tl.store(d_gate_up + at, _d_gate(gate_up, dy, at, at_dy, inside, I), mask=inside)
+    tl.store(d_gate_up + at + I, _d_up(gate_up, dy, at, at_dy, inside), mask=inside)
 
 
 @jit
 def _silu_mul_backward_tiles_kernel(
     gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m,
-    ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate's gradient and the same tile of up's, as FP8 rows and transposed groups.  I % 128 == 0."""
+    """A tile of gate's or of up's gradient, as FP8 rows and transposed groups.  I % 128 == 0.
+
+    The two programs of a position are neighbours, so the second finds gate and dy in the L2 cache; one program for
+    both would not fit its registers.
+    """
     i_blocks = I // 128
-    m_block = tl.program_id(0) // i_blocks
-    i_block = tl.program_id(0) % i_blocks
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-    i = i_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
-    inside = (m[:, None] < M) & (i[None, :] < I)
+    half = tl.program_id(0) % 2
+    m_block = (tl.program_id(0) // 2) // i_blocks
+    i_block = (tl.program_id(0) // 2) % i_blocks
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
+    i = i_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
     at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
-    gate_left, up_left = _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I, NATIVE)
-    gate_right, up_right = _silu_mul_gradients(gate_up, dy, at + 64, at_dy + 64, inside, I, NATIVE)
-    _write_forms(
-        gate_left, gate_right, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
-        _GROUP, _GROUP, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
-    )  # fmt: skip
-    _write_forms(
-        up_left, up_right, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k,
-        stride_st_m, _GROUP, _GROUP, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
-    )  # fmt: skip
+    inside = (m[:, None] < M) & (i[None, :] < I)
+    if half == 0:
+        gate = ()
+        for j in tl.static_range(4):
+            gate = gate + (_d_gate(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside, I),)
+        _write_forms(
+            gate, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP
+        )  # fmt: skip
+    else:
+        up = ()
+        for j in tl.static_range(4):
+            up = up + (_d_up(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside),)
+        _write_forms(
+            up, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
+            _GROUP, _GROUP,
+        )  # fmt: skip
 
 
 @jit
 def _norm_rows(
     x, residual, h, rstd, m, M, K, eps,
-    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Residual add and reciprocal RMS of whole rows ``m``: the only place where a sum of squares is taken.
 
@@ -325,7 +357,7 @@ def _norm_rows(
     at = m[:, None].to(tl.int64) * K + k[None, :]
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
-        row = _bf16(row + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32), NATIVE)
+        row = _bf16(row + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(h + at, row.to(tl.bfloat16), mask=inside)
     mean = tl.div_rn(tl.sum(row * row, 1), K * 1.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
@@ -334,23 +366,23 @@ def _norm_rows(
 
 
 @jit
-def _normalize(row, inverse, weight, NATIVE: tl.constexpr):
+def _normalize(row, inverse, weight):
     """Hugging Face's rounding: normalize in FP32, round to BF16, multiply by the weight, round to BF16."""
-    return _bf16(_bf16(row * inverse, NATIVE) * weight, NATIVE)
+    return _bf16(_bf16(row * inverse) * weight)
 
 
 @jit
 def _rms_norm_rows_kernel(
     x, residual, h, rstd, weight, y, q, s, M, K, stride_s, eps,
     RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr,
-    ROWS: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Whole rows: RMSNorm to FP8 rows, to BF16, or to both."""
     m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
-    row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT, NATIVE)
+    row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
     w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-    out = _normalize(row, inverse[:, None], w[None, :], NATIVE)
+    out = _normalize(row, inverse[:, None], w[None, :])
     at = m[:, None].to(tl.int64) * K + k[None, :]
     inside = (m[:, None] < M) & (k[None, :] < K)
     if BF16_OUT:
@@ -358,8 +390,8 @@ def _rms_norm_rows_kernel(
     if FP8_OUT:
         G_PAD: tl.constexpr = K_PAD // 128
         grouped = tl.reshape(out, (ROWS, G_PAD, 128))
-        s_mg = _scale(tl.max(_abs_bits(grouped), 2))
-        byte = _encode(grouped, s_mg[:, :, None], _reciprocal(s_mg)[:, :, None], NATIVE)
+        s_mg = _scale(_amax(grouped, 2))
+        byte = _encode(grouped, s_mg[:, :, None], _reciprocal(s_mg)[:, :, None])
         tl.store(q + at, _relayout(tl.reshape(byte, (ROWS, K_PAD)), LAYOUT), mask=inside)
         s_mg = _relayout(s_mg, LAYOUT)
         g = _iota(G_PAD, gl.SliceLayout(0, LAYOUT))
@@ -370,7 +402,7 @@ def _rms_norm_rows_kernel(
 def _rms_norm_tiles_kernel(
     x, residual, h, rstd, weight, q, s, q_t, s_t, ready, M, K, M_T, stride_s, stride_st_k, stride_st_m, eps,
     RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    LAYOUT: tl.constexpr, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm to FP8 rows and a transposed form.
 
@@ -388,7 +420,7 @@ def _rms_norm_tiles_kernel(
     if part < row_programs:
         if stripe < stripes:
             m = stripe * 128 + part * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
-            _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT, NATIVE)
+            _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
             _barrier()
             tl.atomic_add(ready + stripe, 1, sem="release")
     elif stripe >= AHEAD:
@@ -397,33 +429,31 @@ def _rms_norm_tiles_kernel(
         while tl.atomic_add(ready + m_block, 0, sem="acquire") < row_programs:
             pass
         _barrier()
-        m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-        k = k_block * 128 + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
+        m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
+        k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
         at = m[:, None].to(tl.int64) * K + k[None, :]
-        left_inside = (m[:, None] < M) & (k[None, :] < K)
-        right_inside = (m[:, None] < M) & (k[None, :] + 64 < K)
         if RESIDUAL:
             source = h
         else:
             source = x
-        left = tl.load(source + at, mask=left_inside, other=0.0)
-        right = tl.load(source + at + 64, mask=right_inside, other=0.0)
         inverse = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
-        left_w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        right_w = tl.load(weight + k + 64, mask=k + 64 < K, other=0.0).to(tl.float32)[None, :]
-        # Outside, 0 times a negative weight would be -0.
-        left = tl.where(left_inside, _normalize(left.to(tl.float32), inverse, left_w, NATIVE), 0.0).to(tl.bfloat16)
-        right = tl.where(right_inside, _normalize(right.to(tl.float32), inverse, right_w, NATIVE), 0.0).to(tl.bfloat16)
+        slices = ()
+        for i in tl.static_range(4):
+            step = i * _SLICE
+            inside = (m[:, None] < M) & (k[None, :] + step < K)
+            row = tl.load(source + at + step, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(weight + k + step, mask=k + step < K, other=0.0).to(tl.float32)[None, :]
+            # Outside, 0 times a negative weight would be -0.
+            slices = slices + (tl.where(inside, _normalize(row, inverse, w), 0.0).to(tl.bfloat16),)
         _write_forms(
-            left, right, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-            _GROUP, TRANSPOSED, ROW_LAYOUT, TOKEN_LAYOUT, NATIVE,
+            slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, TRANSPOSED
         )  # fmt: skip
 
 
 @jit
 def _rms_norm_backward_kernel(
     dy, h, rstd, weight, d_residual, dx, d_weight, M, K, programs,
-    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """dx of every row (plus the residual stream's own gradient), and one partial d_weight per program."""
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
@@ -437,26 +467,25 @@ def _rms_norm_backward_kernel(
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
         x_hat = tl.load(h + at, mask=inside, other=0.0).to(tl.float32) * inverse
-        dw += g * _bf16(x_hat, NATIVE)
-        g = _bf16(g * w, NATIVE)
+        dw += g * _bf16(x_hat)
+        g = _bf16(g * w)
         out = inverse * (g - x_hat * (tl.sum(g * x_hat, 1) / K)[:, None])
         if RESIDUAL:
-            out = _bf16(out, NATIVE) + tl.load(d_residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, _bf16(out, NATIVE).to(tl.bfloat16), mask=inside)
+            out = _bf16(out) + tl.load(d_residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, _bf16(out).to(tl.bfloat16), mask=inside)
     tl.store(d_weight + tl.program_id(0) * K + k, tl.sum(dw, 0), mask=k < K)
 
 
 @jit
-def _transpose_kernel(q, q_t, R, C, ROW_LAYOUT: tl.constexpr, TOKEN_LAYOUT: tl.constexpr):
-    r = tl.program_id(0) * 128
-    c = tl.program_id(1) * 64
-    r_in = r + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-    c_in = c + _iota(64, gl.SliceLayout(0, ROW_LAYOUT))
-    inside = (r_in[:, None] < R) & (c_in[None, :] < C)
-    tile = tl.load(q + r_in[:, None].to(tl.int64) * C + c_in[None, :], mask=inside, other=0)
-    r = r + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
-    c = c + _iota(64, gl.SliceLayout(0, TOKEN_LAYOUT))
-    tile = _relayout(tile, TOKEN_LAYOUT)
+def _transpose_kernel(q, q_t, R, C):
+    r_0 = tl.program_id(0) * 128
+    c_0 = tl.program_id(1) * _SLICE
+    r = r_0 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
+    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    tile = _relayout(tl.load(q + r[:, None].to(tl.int64) * C + c[None, :], mask=inside, other=0), _TOKEN_LAYOUT)
+    r = r_0 + _iota(128, gl.SliceLayout(1, _TOKEN_LAYOUT))
+    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, _TOKEN_LAYOUT))
     tl.store(q_t + c[None, :].to(tl.int64) * R + r[:, None], tile, mask=(c[None, :] < C) & (r[:, None] < R))
 
 
@@ -506,7 +535,7 @@ def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int,
     if transposed is None:
         config = _rows_config(M)
         _rows_kernel[(triton.cdiv(M, config["BLOCK_M"]) * groups(K),)](
-            x, q, s, M, K, x.stride(0), s.stride(1), SOURCE=source, NATIVE=NATIVE, **config
+            x, q, s, M, K, x.stride(0), s.stride(1), SOURCE=source, **config
         )
         return
     q_t, s_t = _bytes(transposed.q), transposed.s
@@ -514,7 +543,7 @@ def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int,
         x, x_s, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(1) if x_s is not None else 0,
         s.stride(1) if rows is not None else 0, s_t.stride(0), s_t.stride(1),
         SOURCE=source, ROWS=_GROUP if rows is not None else _NONE, TRANSPOSED=_BLOCK if blocks else _GROUP,
-        NATIVE=NATIVE, **_TILE,
+        **_TILE,
     )  # fmt: skip
 
 
@@ -551,7 +580,7 @@ def silu_mul_bf16(gate_up_M2I: Tensor) -> Tensor:
     if M and I:
         config = _rows_config(M)
         grid = (triton.cdiv(M, config["BLOCK_M"]) * groups(I),)
-        _silu_mul_kernel[grid](gate_up_M2I, y, M, I, NATIVE=NATIVE, **config)
+        _silu_mul_kernel[grid](gate_up_M2I, y, M, I, **config)
     return y
 
 
@@ -565,7 +594,7 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor
         _tiles_kernel[(groups(N) * groups(K),)](
             w_NK, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
-            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, NATIVE=NATIVE, **_TILE,
+            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
         )  # fmt: skip
     return q, s, q_t
 
@@ -575,7 +604,7 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
     R, C = q_RC.shape
     q_t = torch.empty((C, R), dtype=FP8, device=q_RC.device)
     if R and C:
-        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, 64))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
+        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
     return q_t
 
 
@@ -586,7 +615,7 @@ def silu_mul_backward(gate_up_M2I: Tensor, dy_MI: Tensor) -> Tensor:
     if M and I:
         config = _rows_config(M)
         grid = (triton.cdiv(M, config["BLOCK_M"]) * groups(I),)
-        _silu_mul_backward_kernel[grid](gate_up_M2I, dy_MI, d_gu, M, I, NATIVE=NATIVE, **config)
+        _silu_mul_backward_kernel[grid](gate_up_M2I, dy_MI, d_gu, M, I, **config)
     return d_gu
 
 
@@ -596,9 +625,9 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     out = empty_rows(M, 2 * I, dy_MI.device)
     out_t = empty_transposed(M, 2 * I, dy_MI.device, blocks=False)
     if M and I:
-        _silu_mul_backward_tiles_kernel[(groups(M) * (I // BLOCK),)](
+        _silu_mul_backward_tiles_kernel[(2 * groups(M) * (I // BLOCK),)](
             gate_up_M2I, dy_MI, _bytes(out.q), out.s, _bytes(out_t.q), out_t.s, M, I, padded(M),
-            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), NATIVE=NATIVE, **_TILE,
+            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), **_TILE,
         )  # fmt: skip
     return out, out_t
 
@@ -606,12 +635,13 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
 _AHEAD = 4
 
 
-def _norm_config(K: int, rows: int) -> dict:
-    """Whole rows on 8 warps.  K_PAD and the layout along K set the order of additions: functions of K alone."""
+def _norm_config(K: int, values: int) -> dict:
+    """Whole rows, about ``values`` numbers per program.  K_PAD and the layout along K set the order of additions:
+    functions of K alone."""
     K_PAD = max(triton.next_power_of_2(K), 256)
     along_k = min(8, K_PAD // 256)
     layout = gl.BlockedLayout([1, 8], [1, 32], [8 // along_k, along_k], [1, 0])
-    return dict(K_PAD=K_PAD, ROWS=max(1, min(rows, 32768 // K_PAD)), LAYOUT=layout, NATIVE=NATIVE)
+    return dict(K_PAD=K_PAD, ROWS=max(1, min(16, values // K_PAD)), LAYOUT=layout)
 
 
 def rms_norm(
@@ -638,14 +668,14 @@ def rms_norm(
         return h, rstd, y, out, out_t
     q, s = (_bytes(out.q), out.s) if fp8 else (None, None)
     if out_t is None:
-        config = _norm_config(K, 1 if M <= 1024 else 4)
+        config = _norm_config(K, 0 if M <= 1024 else 8192)
         _rms_norm_rows_kernel[(triton.cdiv(M, config["ROWS"]),)](
             x_MK, residual_MK, h, rstd, weight_K, y, q, s, M, K, s.stride(1) if fp8 else 0, eps,
             RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=fp8, num_warps=8, **config,
         )  # fmt: skip
         return h, rstd, y, out, out_t
     ready = torch.zeros((groups(M),), dtype=torch.int32, device=device)
-    config = _norm_config(K, 8)
+    config = _norm_config(K, 16384)
     per_stripe = BLOCK // config["ROWS"] + groups(K)
     _rms_norm_tiles_kernel[((groups(M) + _AHEAD) * per_stripe,)](
         x_MK, residual_MK, h, rstd, weight_K, q, s, _bytes(out_t.q), out_t.s, ready, M, K, padded(M),
@@ -662,7 +692,7 @@ def rms_norm_backward(
     """dx (M, K) BF16, with ``d_residual`` added when given, and d_weight (K,) FP32."""
     M, K = dy_MK.shape
     dx = torch.empty_like(dy_MK)
-    config = _norm_config(K, 2)
+    config = _norm_config(K, 8192)
     # 4 programs per multiprocessor of an H200; fixed, so that d_weight is reproducible.
     programs = min(triton.cdiv(M, config["ROWS"]), 528)
     partial = torch.empty((programs, K), dtype=torch.float32, device=dy_MK.device)
