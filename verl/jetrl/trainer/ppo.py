@@ -145,6 +145,9 @@ class JetRLTrainer(PPOTrainerSync):
         return super()._balance_batch(batch, metrics, **kwargs)
 
     def _check_versions(self, batch) -> None:
+        cache = self.config.skip.rollout_tq
+        if cache.enable and self.global_steps in cache.steps:
+            return  # verl's rollout cache stamps the responses that it replays anew
         expected = self.global_steps - 1
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if {tag["min_global_steps"], tag["max_global_steps"]} != {expected}:
