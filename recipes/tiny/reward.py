@@ -9,9 +9,7 @@ MARK = "####"
 LAST_LINE = re.compile(r"#### (0|-?[1-9][0-9]*)")
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **kwargs
-) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **kwargs) -> float:
     """1.0 if the response ends in the line `#### <ground_truth>` and marks no other answer, else 0.0.
 
     The steps before it are not judged, blank space after it is ignored. Other arguments are verl's and are not used.

@@ -26,7 +26,7 @@ ANSWER_MARK = "#### "
 
 @dataclass(frozen=True)
 class Problem:
-    """`terms[0] signs[0] terms[1] ...`, worked from left to right; no running total is negative."""
+    """`terms[0] signs[0] terms[1] ...`, worked from left to right; every running total lies in 0..99."""
 
     terms: tuple[int, ...]  # MIN_TERMS..MAX_TERMS numbers in 10..99
     signs: tuple[str, ...]  # "+" or "-", one fewer than terms
@@ -60,7 +60,7 @@ class Problem:
             if slip > 0 and carries(total, sign, term) and rng.random() < slip:
                 result = slipped(total, sign, term)
             lines.append(f"{total}{sign}{term}={result}")
-            # After a slip a later subtraction may go below zero, which the notation allows: "12-15=-3", "-3+20=17".
+            # After a slip a total may leave 0..99, which the notation allows: "12-15=-3", "-3+20=17".
             total = result
         return "\n".join([*lines, f"{ANSWER_MARK}{total}"])
 
@@ -78,6 +78,11 @@ def slipped(total: int, sign: str, term: int) -> int:
     return total + term - 10 if sign == "+" else total - term + 2 * (term % 10 - total % 10)
 
 
+def moves(total: int) -> list[tuple[str, int]]:
+    """The signs and terms that keep a running total of 0..99 there."""
+    return [("+", term) for term in range(10, 100 - total)] + [("-", term) for term in range(10, total + 1)]
+
+
 def generate(seed: int, split: str) -> Iterator[Problem]:
     """Endless distinct problems of one split. The same seed gives the same sequence."""
     if split not in SPLITS:
@@ -88,8 +93,7 @@ def generate(seed: int, split: str) -> Iterator[Problem]:
         total = rng.randint(10, 99)
         terms, signs = [total], []
         for _ in range(rng.randint(MIN_TERMS, MAX_TERMS) - 1):
-            term = rng.randint(10, 99)
-            sign = rng.choice("+-") if term <= total else "+"
+            sign, term = rng.choice(moves(total))
             total += term if sign == "+" else -term
             terms.append(term)
             signs.append(sign)
