@@ -19,7 +19,6 @@ from verl.jetrl import checkpoints, flow_check, patching, weights
 from verl.jetrl import metric_names as names
 from verl.jetrl.metrics import mismatch
 from verl.jetrl.precision import PrecisionFlow
-from verl.jetrl.trainer.replay_buffer import prompt_position
 from verl.jetrl.trainer.worker import JetRLWorker
 
 
@@ -139,8 +138,6 @@ class JetRLTrainer(PPOTrainerSync):
         raise RolloutError(f"{num_prompts} prompts of step {self.global_steps} failed in the rollout")
 
     def _balance_batch(self, batch, metrics, **kwargs):
-        order = {key: _position(key) for key in batch.keys}
-        batch.reorder(sorted(range(len(batch.keys)), key=lambda i: order[batch.keys[i]]))
         self._check_versions(batch)
         return super()._balance_batch(batch, metrics, **kwargs)
 
@@ -184,9 +181,3 @@ class JetRLTrainer(PPOTrainerSync):
         metrics[names.TIME_STEP] = timing_raw["step"]
         metrics[names.TOKENS_PER_S] = metrics["perf/total_num_tokens"] / timing_raw["step"]
         metrics[names.PEAK_MEMORY_GB] = metrics["actor/perf/max_memory_allocated_gb"]
-
-
-def _position(key: str) -> tuple:
-    """(prompt's position, sample, output) of a trajectory's key ``<uid>_<sample>_<output>``."""
-    uid, sample, output = key.rsplit("_", 2)
-    return *prompt_position(uid), int(sample), int(output)

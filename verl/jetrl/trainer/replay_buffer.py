@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 # verl polls every 2 s, which is longer than a small model generates.
@@ -29,13 +31,14 @@ class WatchedReplayBuffer(ReplayBuffer):
             self.watch()
         return super()._sync_metadata_from_transfer_queue()
 
-    def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
-        uids, *rest = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+    def _materialize_batch(self, *args: Any) -> KVBatchMeta:
+        batch = super()._materialize_batch(*args)
         # The order in which responses arrive must not decide the order of the batch.
-        return (sorted(uids, key=prompt_position), *rest)
+        batch.reorder(sorted(range(len(batch.keys)), key=lambda i: position(batch.keys[i])))
+        return batch
 
 
-def prompt_position(uid: str) -> tuple[int, int] | tuple[str]:
-    """(step, prompt) of a training prompt's id ``s<step>p<prompt>``; other ids (validation) sort as they are."""
-    step, _, prompt = uid.removeprefix("s").partition("p")
-    return (int(step), int(prompt)) if uid.startswith("s") and step.isdigit() and prompt.isdigit() else (uid,)
+def position(key: str) -> tuple[tuple[int, ...], str]:
+    """Sorts trajectories ``s<step>p<prompt>_<sample>_<output>`` by these numbers; other keys (validation) by their text."""
+    numbers = re.fullmatch(r"s(\d+)p(\d+)_(\d+)_(\d+)", key)
+    return (tuple(map(int, numbers.groups())), key) if numbers else ((), key)
