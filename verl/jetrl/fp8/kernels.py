@@ -87,6 +87,8 @@ _SLICE = tl.constexpr(32)
 _ROW_LAYOUT = tl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 _TOKEN_LAYOUT = tl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
 _TILE = dict(num_warps=8, maxnreg=128)
+# How many programs ahead a tile is prefetched: those that an H200 runs at once (132 multiprocessors).
+_PREFETCH = tl.constexpr(264)
 
 
 @jit
@@ -173,6 +175,35 @@ def _silu_mul(gate_up, at, inside, I):
 
 
 @jit
+def _prefetch_tile(x, m_block, k_block, M, K, stride_x):
+    """Ask for a later tile of BF16, so that its reader finds it in the L2 cache: one 128-byte line per thread.
+
+    Tiles past the end are clamped onto the last row.
+    """
+    if _NATIVE:
+        lines: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [8, 1], [1, 0])
+        m = tl.minimum(m_block * 128 + _iota(128, gl.SliceLayout(1, lines)), M - 1)
+        k = tl.minimum(k_block * 128 + 64 * _iota(2, gl.SliceLayout(0, lines)), K - 1)
+        address = (x + m[:, None].to(tl.int64) * stride_x + k[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def _prefetch_rows(x, m_0, M, K, ROWS: tl.constexpr, K_PAD: tl.constexpr):
+    """The same for whole rows."""
+    if _NATIVE:
+        lines: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0])
+        m = tl.minimum(m_0 + _iota(ROWS, gl.SliceLayout(1, lines)), M - 1)
+        k = tl.minimum(64 * _iota(K_PAD // 64, gl.SliceLayout(0, lines)), K - 1)
+        address = (x + m[:, None].to(tl.int64) * K + k[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
 def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.constexpr):
     if SOURCE == _PLAIN:
         tile = tl.load(x + at, mask=inside, other=0.0)
@@ -237,6 +268,11 @@ def _tiles_kernel(
     k_blocks = (K + 127) // 128
     m_block = tl.program_id(0) // k_blocks
     k_block = tl.program_id(0) % k_blocks
+    if SOURCE != _FP8_ROWS:
+        later = tl.program_id(0) + _PREFETCH
+        _prefetch_tile(x, later // k_blocks, later % k_blocks, M, K, stride_x)
+        if SOURCE == _SILU_MUL:
+            _prefetch_tile(x + K, later // k_blocks, later % k_blocks, M, K, stride_x)
     m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
     k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
     at = m[:, None].to(tl.int64) * stride_x + k[None, :]
@@ -252,9 +288,10 @@ def _tiles_kernel(
 @jit
 def _rows_kernel(
     x, q, s, M, K, stride_x, stride_s,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_M, 128) values into FP8 rows."""
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     k_blocks = (K + 127) // 128
     k_block = tl.program_id(0) % k_blocks
     m = (tl.program_id(0) // k_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
@@ -269,7 +306,8 @@ def _rows_kernel(
 
 
 @jit
-def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr):
+def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, WARPS: tl.constexpr):
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     i_blocks = (I + 127) // 128
     m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
     i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
@@ -297,7 +335,8 @@ def _d_up(gate_up, dy, at, at_dy, inside):
 
 
 @jit
-def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, LAYOUT: tl.constexpr):
+def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, WARPS: tl.constexpr):
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     i_blocks = (I + 127) // 128
     m = (tl.program_id(0) // i_blocks) * BLOCK_M + _iota(BLOCK_M, gl.SliceLayout(1, LAYOUT))
     i = (tl.program_id(0) % i_blocks) * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
@@ -327,6 +366,10 @@ def _silu_mul_backward_tiles_kernel(
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
     inside = (m[:, None] < M) & (i[None, :] < I)
     if half == 0:
+        later = (tl.program_id(0) + _PREFETCH) // 2
+        _prefetch_tile(gate_up, later // i_blocks, later % i_blocks, M, I, 2 * I)
+        _prefetch_tile(gate_up + I, later // i_blocks, later % i_blocks, M, I, 2 * I)
+        _prefetch_tile(dy, later // i_blocks, later % i_blocks, M, I, I)
         gate = ()
         for j in tl.static_range(4):
             gate = gate + (_d_gate(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside, I),)
@@ -375,9 +418,10 @@ def _normalize(row, inverse, weight):
 def _rms_norm_rows_kernel(
     x, residual, h, rstd, weight, y, q, s, M, K, stride_s, eps,
     RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr,
-    ROWS: tl.constexpr, LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr, WARPS_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows: RMSNorm to FP8 rows, to BF16, or to both."""
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
     m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
     row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
@@ -402,7 +446,7 @@ def _rms_norm_rows_kernel(
 def _rms_norm_tiles_kernel(
     x, residual, h, rstd, weight, q, s, q_t, s_t, ready, M, K, M_T, stride_s, stride_st_k, stride_st_m, eps,
     RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    WARPS_K: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm to FP8 rows and a transposed form.
 
@@ -411,6 +455,7 @@ def _rms_norm_tiles_kernel(
     programs quantize it and find its BF16 values still in the L2 cache.  Programs start in order, and a stripe's row
     programs come AHEAD stripes before its tile programs, which wait on the stripe's counter.
     """
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
     row_programs: tl.constexpr = 128 // ROWS
     k_blocks = (K + 127) // 128
     per_stripe = row_programs + k_blocks
@@ -419,7 +464,11 @@ def _rms_norm_tiles_kernel(
     stripes = M_T // 128
     if part < row_programs:
         if stripe < stripes:
-            m = stripe * 128 + part * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
+            first = stripe * 128 + part * ROWS
+            _prefetch_rows(x, first + AHEAD * 128, M, K, ROWS, K_PAD)
+            if RESIDUAL:
+                _prefetch_rows(residual, first + AHEAD * 128, M, K, ROWS, K_PAD)
+            m = first + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
             _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
             _barrier()
             tl.atomic_add(ready + stripe, 1, sem="release")
@@ -453,9 +502,10 @@ def _rms_norm_tiles_kernel(
 @jit
 def _rms_norm_backward_kernel(
     dy, h, rstd, weight, d_residual, dx, d_weight, M, K, programs,
-    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr,
+    RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, WARPS_K: tl.constexpr,
 ):  # fmt: skip
     """dx of every row (plus the residual stream's own gradient), and one partial d_weight per program."""
+    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
     w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     m_0 = _iota(ROWS, gl.SliceLayout(1, LAYOUT))
@@ -523,8 +573,7 @@ BLOCK_WARPS = 8
 def _rows_config(M: int) -> dict:
     """Tile of a kernel that writes rows only.  Speed only: the bytes do not depend on it."""
     block_m, warps = (4, 1) if M <= 64 else (16, 2) if M <= 1024 else (32, 4)
-    layout = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
-    return dict(BLOCK_M=block_m, LAYOUT=layout, num_warps=warps)
+    return dict(BLOCK_M=block_m, WARPS=warps, num_warps=warps)
 
 
 def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int, rows, transposed, blocks: bool):
@@ -636,12 +685,10 @@ _AHEAD = 4
 
 
 def _norm_config(K: int, values: int) -> dict:
-    """Whole rows, about ``values`` numbers per program.  K_PAD and the layout along K set the order of additions:
-    functions of K alone."""
+    """Whole rows, about ``values`` numbers per program.  K_PAD and the warps along K set the order of
+    additions: functions of K alone."""
     K_PAD = max(triton.next_power_of_2(K), 256)
-    along_k = min(8, K_PAD // 256)
-    layout = gl.BlockedLayout([1, 8], [1, 32], [8 // along_k, along_k], [1, 0])
-    return dict(K_PAD=K_PAD, ROWS=max(1, min(16, values // K_PAD)), LAYOUT=layout)
+    return dict(K_PAD=K_PAD, ROWS=max(1, min(16, values // K_PAD)), WARPS_K=min(8, K_PAD // 256))
 
 
 def rms_norm(
