@@ -68,8 +68,9 @@ def test_wgrad(shape, M):
             assert got.dtype == dtype and relative(got, want) < 5e-3
         if transposed == "group":
             assert relative(ops.wgrad(dy_t, x_t), want) < 3e-4  # FP32 throughout
-        # Not silently BF16: FP8 rounding is visible.
-        assert relative(want, dy.double().t() @ x.double()) > 1e-2
+        # Not silently BF16: FP8 rounding is visible, except that a group's only token is its exact maximum.
+        if M > 1:
+            assert relative(want, dy.double().t() @ x.double()) > 1e-2
 
 
 def test_cublaslt_agrees_with_deep_gemm():
