@@ -9,7 +9,9 @@ is left behind.  A run that was stopped or killed goes on from its last checkpoi
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -34,7 +36,9 @@ from verl.jetrl.environment import environment
 MAIN_ARMS = ("bf16", "bf16-train-fp8-rollout", "jetrl")
 VERSIONS = ("verl", "vllm", "torch", "ray", "transformers", "triton")
 POLL_S = 0.5
-ERROR_LINE = re.compile(r"^(?:\S+ )?(?:\([^)]*\) )?((?:[\w.]+\.)?\w*(?:Error|Exception|Mismatch|Interrupt)\b.*)")
+# "(JetRLHttpServer pid=7) (EngineCore pid=9) ERROR 11-29 19:58:29 [core.py:10] " before what a worker says.
+WORKER_PREFIX = re.compile(r"^(?:\([^()]*pid=\d+[^()]*\) ?)+(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
+ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Interrupt|Exit|Empty|Timeout|Stopped)(?::.*)?$")
 
 
 class Stopped(Exception):
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(resolved_yaml(compose(recipe, args.print_config, runs / args.print_config, args.overrides)))
             return 0
-        chosen = args.arms.split(",") if args.arms else [a for a in MAIN_ARMS if a in arms(recipe)]
+        chosen = args.arms.split(",") if args.arms else [a for a in MAIN_ARMS if a in arms(recipe)] or arms(recipe)
         configs = {arm: compose(recipe, arm, runs / arm, args.overrides) for arm in chosen}
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -114,8 +118,18 @@ class Arm:
 
     def run(self, fresh: bool = False) -> int:
         """Runs to the end, to an error or to a signal; returns the exit code (128 + signal when stopped)."""
-        status = self._read("status.json")
-        self._end_earlier()
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.folder.parent / f".{self.arm}.lock", "a") as lock:  # gone with this process, however it ends
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                supervisor = self._read("status.json", damaged_is_empty=True).get("supervisor", "unknown")
+                raise SystemExit(f"error: {self.arm} is running already (process {supervisor})") from None
+            return self._run(fresh)
+
+    def _run(self, fresh: bool) -> int:
+        status = self._read("status.json", damaged_is_empty=fresh)
+        self._end_earlier(status)
         if fresh and self.folder.exists():
             subprocess.run(["rm", "-rf", str(self.folder)], check=True)
         elif status.get("state") == "finished" and status.get("total_steps") == self.total:
@@ -126,12 +140,13 @@ class Arm:
         if step:
             print(f"{self.arm}: going on from step {step}")
         write_atomically(self.folder / "config.yaml", resolved_yaml(self.config))
-        number = len(list((self.folder / "segments").glob("*.jsonl"))) + 1
+        numbers = [int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdecimal()]
+        number = max(numbers, default=0) + 1
         segment = self.folder / "segments" / f"{number:03d}.jsonl"
         return self._supervise(segment, step or 0)
 
     def _supervise(self, segment: Path, first_step: int) -> int:
-        self._status("running", started=time.time(), ended=None, error=None)
+        self._status("running", started=time.time(), ended=None, error=None, shared_memory=[])
         log = self.folder / "log.txt"
         previous = {s: signal.signal(s, _raise_stopped) for s in (signal.SIGINT, signal.SIGTERM)}
         state, error, code = "failed", None, 1
@@ -188,15 +203,10 @@ class Arm:
                         self._status("running", shared_memory=sorted(self.segments_seen))
             _advance(bar, segment, position)
 
-    def _end_earlier(self) -> None:
-        """Ends what a killed run of this arm left; refuses when it is still being supervised."""
-        status = self._read("status.json")
-        if status.get("state") != "running":
-            return
-        supervisor = Path(f"/proc/{status['supervisor']}/cmdline")
-        if supervisor.exists() and b"verl.jetrl.run" in supervisor.read_bytes() and status["supervisor"] != os.getpid():
-            raise SystemExit(f"error: {self.arm} is running already (process {status['supervisor']})")
-        processes.end(status["run_id"], set(status.get("shared_memory", ())))
+    def _end_earlier(self, status: dict) -> None:
+        """Ends what a killed run of this arm left."""
+        if status.get("state") == "running" and "run_id" in status:
+            processes.end(status["run_id"], set(status.get("shared_memory", ())))
 
     def _status(self, state: str, **values: object) -> None:
         status = self._read("status.json") | {
@@ -210,9 +220,17 @@ class Arm:
         }
         write_atomically(self.folder / "status.json", json.dumps(status | values, indent=1))
 
-    def _read(self, name: str) -> dict:
+    def _read(self, name: str, damaged_is_empty: bool = False) -> dict:
         path = self.folder / name
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            content = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            if damaged_is_empty:
+                return {}
+            raise SystemExit(f"error: {path} is damaged; delete it, or start over with --fresh")
+        return content
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
@@ -229,11 +247,14 @@ def _advance(bar: tqdm, segment: Path, position: int) -> int:
             if not line.endswith(b"\n"):
                 break
             position += len(line)
-            record = json.loads(line)
-            data = record["data"]
+            try:
+                record = json.loads(line)
+                data = record["data"]
+            except (ValueError, KeyError, TypeError):
+                continue  # a damaged record is no reason to stop the run
             if names.REWARD in data:
                 bar.set_postfix_str(
-                    f"reward {data[names.REWARD]:.3f}, |Δlog p| {data[names.ABS_DLOGP_MEAN]:.1e}", refresh=False
+                    f"reward {data[names.REWARD]:.3f}, |Δlog p| {data.get(names.ABS_DLOGP_MEAN, math.nan):.1e}", refresh=False
                 )
                 bar.update(record["step"] - bar.n)
             else:
@@ -242,10 +263,25 @@ def _advance(bar: tqdm, segment: Path, position: int) -> int:
 
 
 def last_error(log: str) -> str | None:
-    """The message that a failed run's log ends with: of the last traceback, the first raised exception."""
+    """The message of the error that ended a run: the last one of its first process, else the last one of a worker.
+
+    Of an exception raised while another one was handled (in a clean-up, say) it is the other one; RayTaskErrors are
+    wrappings, and what Python ignores ends nothing.
+    """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in log.splitlines()]
-    messages = [m.group(1) for line in lines if (m := ERROR_LINE.match(line)) and "RayTaskError" not in m.group(1)]
-    return messages[-1].strip() if messages else None
+    own = [line for line in lines if not WORKER_PREFIX.match(line)]
+    return _last_raised(own) or _last_raised([WORKER_PREFIX.sub("", line) for line in lines])
+
+
+def _last_raised(lines: list[str]) -> str | None:
+    message, skip_next = None, False
+    for line in lines:
+        if line.startswith(("During handling of the above exception", "Exception ignored in")):
+            skip_next = True
+        elif ERROR_LINE.match(line) and "RayTaskError" not in line:
+            message = message if skip_next and message else line.strip()
+            skip_next = False
+    return message
 
 
 def device_name() -> str:

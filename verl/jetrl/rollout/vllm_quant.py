@@ -108,6 +108,8 @@ def _part_loader(sizes: list[int]):
 
     def load(param: nn.Parameter, loaded: Tensor, shard_id: str | int | None = None) -> None:
         index = SHARD_INDEX.get(shard_id, shard_id)
+        if index is not None and index not in range(len(sizes)):
+            raise ValueError(f"jetrl_fp8 weight update: shard {shard_id!r} of a layer of {len(sizes)} parts")
         start, size = (0, sum(sizes)) if index is None else (sum(sizes[:index]), sizes[index])
         rows = param.data[start : start + size]
         if rows.shape != loaded.shape or rows.dtype != loaded.dtype:

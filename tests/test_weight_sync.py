@@ -1,0 +1,235 @@
+"""The weight update between trainer and rollout: it arrives, or it fails with the real error; nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+import ray
+import torch
+import zmq
+
+from verl.jetrl.fp8.format import quantize_blocks
+from verl.jetrl.rollout import adapter
+from verl.jetrl.rollout.adapter import PatientSender, PatientSocket, WeightSyncError
+
+
+class Receiver:
+    """A receiver in a thread, in place of the Ray call that runs it in vLLM's worker."""
+
+    def __init__(self, function: Callable[[str], object], handle: str) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(function, handle), daemon=True)
+        self.thread.start()
+
+    def _run(self, function: Callable[[str], object], handle: str) -> None:
+        try:
+            function(handle)
+        except Exception as error:
+            self.error = error
+
+    def get(self) -> None:
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def threads_for_ray(monkeypatch):
+    """ray.wait and ray.get on :class:`Receiver`; a short poll."""
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([r for r in refs if not r.thread.is_alive()], []))
+    monkeypatch.setattr(ray, "get", lambda ref: ref.get())
+    monkeypatch.setattr(adapter, "POLL_MS", 20)
+
+
+def leftovers() -> set[str]:
+    return set(glob.glob("/dev/shm/verl_weights_*")) | set(glob.glob("/tmp/jetrl-test-*"))
+
+
+@pytest.fixture
+def handle():
+    before = leftovers()
+    yield f"ipc:///tmp/jetrl-test-{uuid.uuid4().hex}.sock"
+    assert leftovers() <= before, "a shared-memory segment or a socket was left"
+
+
+def send(handle: str, function: Callable[[str], object], weights=(), deadline_s: float = 10.0, bucket_mb: int = 1) -> None:
+    """One update from a :class:`PatientSender` to ``function``."""
+    receiver = Receiver(function, handle)
+    sender = PatientSender(receiver, zmq_handle=handle, bucket_size_mb=bucket_mb, use_shm=True)
+    sender_init = sender._init_socket
+
+    def init_socket() -> None:
+        sender_init()
+        sender.socket.deadline_s = deadline_s
+
+    sender._init_socket = init_socket
+    asyncio.run(sender.async_send_weights(iter(weights)))
+    receiver.get()
+
+
+def receive(handle: str, received: dict[str, torch.Tensor], on_bucket: Callable[[int], None] = lambda n: None) -> None:
+    """verl's receiver, copying what comes."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+    buckets = 0
+
+    def bucket(weights, is_last) -> None:
+        nonlocal buckets
+        buckets += 1
+        on_bucket(buckets)
+        received.update({name: tensor.clone() for name, tensor in weights})
+
+    BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True).receive_weights(bucket)
+
+
+def fp8_stream(layers: int = 8):
+    """FP8 bytes, FP32 scales, BF16 norms; odd sizes, so that alignment within the bucket matters."""
+    g = torch.Generator().manual_seed(0)
+    for i in range(layers):
+        q, s = quantize_blocks(torch.randn(577, 579, generator=g).bfloat16())
+        yield f"layers.{i}.o_proj.weight", q
+        yield f"layers.{i}.o_proj.weight_scale_inv", s
+        yield f"layers.{i}.norm.weight", torch.randn(7, generator=g).bfloat16()
+    yield "empty.weight", torch.zeros(0, 4).bfloat16()
+
+
+def test_round_trip_of_fp8_weights_in_several_buckets(handle):
+    received: dict[str, torch.Tensor] = {}
+    buckets = []
+    send(handle, lambda h: receive(h, received, buckets.append), fp8_stream())
+    sent = dict(fp8_stream())
+    assert len(buckets) > 1 and received.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
+        same = torch.equal(received[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        assert same, f"{name}: other bytes than sent"
+
+
+def test_round_trip_of_nothing(handle):
+    received: dict[str, torch.Tensor] = {}
+    send(handle, lambda h: receive(h, received))
+    assert received == {}
+
+
+def test_the_receivers_exception_is_raised_with_its_message(handle, monkeypatch):
+    """Through the worker's extension: verl's clean-up raises a BufferError on top, which would hide the message."""
+    from verl.jetrl.rollout.worker_extension import JetRLWorkerExtension
+
+    base = JetRLWorkerExtension.__mro__[1]
+    monkeypatch.setattr(base, "update_weights_from_ipc", lambda self, h, on_bucket: receive(h, {}, on_bucket))
+    worker = object.__new__(JetRLWorkerExtension)
+
+    def broken(number: int) -> None:
+        if number == 2:
+            raise KeyError("layers.1.o_proj.weight is no parameter of this model")
+
+    with pytest.raises(KeyError, match="layers.1.o_proj.weight is no parameter"):
+        send(handle, lambda h: worker.update_weights_from_ipc(h, broken), fp8_stream())
+
+
+def test_a_receiver_that_raises_before_it_connects(handle):
+    """Nobody ever connects: a plain socket's first send would wait for ever."""
+
+    def broken(h: str) -> None:
+        raise RuntimeError("no model is loaded in this worker")
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="no model is loaded"):
+        send(handle, broken, fp8_stream(), deadline_s=60)
+    assert time.monotonic() - started < 10
+
+
+def connect(handle: str, answers: int) -> zmq.Socket:
+    """A receiver that gives ``answers`` answers and then leaves the rest unanswered."""
+    socket = zmq.Context.instance().socket(zmq.REP)
+    socket.connect(handle)
+    for i in range(answers + 1):
+        socket.recv()
+        if i < answers:
+            socket.send(b"")
+    return socket
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_silence_past_the_deadline(handle, answers):
+    ended = threading.Event()
+
+    def silent(h: str) -> None:
+        socket = connect(h, answers)
+        ended.wait(30)
+        socket.close(linger=0)
+
+    started = time.monotonic()
+    try:
+        with pytest.raises(WeightSyncError, match="did not answer within 1 s.*JETRL_WEIGHT_SYNC_DEADLINE_S"):
+            send(handle, silent, fp8_stream(), deadline_s=1.0)
+    finally:
+        ended.set()
+    assert 1.0 <= time.monotonic() - started < 10
+
+
+def test_nobody_connects_within_the_deadline(handle):
+    ended = threading.Event()
+    try:
+        with pytest.raises(WeightSyncError, match="did not answer within 1 s"):
+            send(handle, lambda h: ended.wait(30), fp8_stream(), deadline_s=1.0)
+    finally:
+        ended.set()
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_receiver_that_ends_early(handle, answers):
+    with pytest.raises(WeightSyncError, match="ended the weight update before it had all weights"):
+        send(handle, lambda h: connect(h, answers).close(linger=0), fp8_stream(), deadline_s=60)
+
+
+def test_a_receiver_that_ends_before_it_connects(handle):
+    with pytest.raises(WeightSyncError, match="ended the weight update before it had all weights"):
+        send(handle, lambda h: None, fp8_stream(), deadline_s=60)
+
+
+def test_a_slow_receiver_is_waited_for(handle):
+    received: dict[str, torch.Tensor] = {}
+
+    def slowly(h: str) -> None:
+        time.sleep(0.4)
+        receive(h, received, lambda n: time.sleep(0.2))
+
+    send(handle, slowly, fp8_stream(), deadline_s=5)
+    assert len(received) == 25
+
+
+def test_an_answer_that_came_before_the_receiver_ended_counts():
+    """The last answer may lie in the socket while the call has ended already."""
+    handle = f"ipc:///tmp/jetrl-test-{uuid.uuid4().hex}.sock"
+    context = zmq.Context.instance()
+    ours, theirs = context.socket(zmq.REQ), context.socket(zmq.REP)
+    ours.bind(handle)
+    theirs.connect(handle)
+    receiver = Receiver(lambda h: None, handle)
+    receiver.thread.join()
+    socket = PatientSocket(ours, receiver, deadline_s=5)
+    socket.send_pyobj({"x": 1})
+    assert theirs.recv_pyobj() == {"x": 1}
+    theirs.send(b"done")
+    assert socket.recv() == b"done"
+    socket.close()
+    theirs.close(linger=0)
+
+
+def test_a_weight_larger_than_the_bucket_names_itself(handle):
+    huge = [("model.embed_tokens.weight", torch.zeros(1 << 20, 2).bfloat16())]
+    with pytest.raises(AssertionError, match="model.embed_tokens.weight.*too large to fit in the bucket"):
+        asyncio.run(_send_to_daemon(handle, huge))
+
+
+async def _send_to_daemon(handle: str, weights) -> None:
+    """The receiver stays behind, waiting for a bucket that never comes; it is a daemon thread."""
+    receiver = Receiver(lambda h: connect(h, 1), handle)
+    await PatientSender(receiver, zmq_handle=handle, bucket_size_mb=1, use_shm=True).async_send_weights(iter(weights))
