@@ -23,7 +23,8 @@ _MACHINE = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "OMP_NUM_THREADS": "1",
+        # Trainer and rollout take turns: each may use every core.
+        "OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 8)),
     },
     "gpu": {
         # vLLM rounds scales up to powers of two on Hopper by default; the format has FP32 scales.
