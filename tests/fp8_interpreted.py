@@ -56,6 +56,13 @@ def producers(M: int, K: int) -> None:
         assert (y != want_y).float().mean() < 1e-2 and torch.allclose(y.float(), want_y.float(), rtol=1e-2)
         same("norm q", rows.q, ref.quantize_rows(y).q)
         same("norm s", rows.s, ref.quantize_rows(y).s)
+        for transposed in ("group", "block"):
+            _, fused_rstd, _, rows_too, y_t = kernels.rms_norm(x, weight, 1e-6, r, True, False, transposed)
+            want = ops._ref_transposed(y, transposed)
+            same("norm rows + transposed q", rows_too.q, rows.q)
+            same(f"norm {transposed} q", y_t.q, want.q)
+            same(f"norm {transposed} s", y_t.s, want.s)
+            same("rstd", fused_rstd, rstd)
         for row in (0, M - 1):
             alone = kernels.rms_norm(x[row : row + 1], weight, 1e-6, None if r is None else r[row : row + 1], True, True, None)
             same("one row", alone[3].q, rows.q[row : row + 1])
@@ -70,9 +77,17 @@ def producers(M: int, K: int) -> None:
     assert (y != want_y).float().mean() < 1e-3
     rows, _ = kernels.silu_mul(gate_up, True, None)
     same("silu q", rows.q, ref.quantize_rows(y).q)
+    rows_too, y_t = kernels.silu_mul(gate_up, True, "block")
+    same("silu rows + blocks q", rows_too.q, rows.q)
+    same("silu blocks q", y_t.q, ops._ref_transposed(y, "block").q)
     d_gu = kernels.silu_mul_backward(gate_up, dy)
     want = ops._Cpu.silu_mul_backward(gate_up, dy)
     assert torch.allclose(d_gu.float(), want.float(), rtol=2e-2, atol=1e-3)
+    if K % 128 == 0:
+        d_rows, d_t = kernels.silu_mul_backward_quantize(gate_up, dy)
+        same("silu backward q", d_rows.q, ref.quantize_rows(d_gu).q)
+        same("silu backward s", d_rows.s, ref.quantize_rows(d_gu).s)
+        same("silu backward q_t", d_t.q, ops._ref_transposed(d_gu, "group").q)
 
 
 def every_value() -> None:
@@ -97,3 +112,4 @@ if __name__ == "__main__":
     for shape in ((7, 576), (130, 320)):
         forms(*shape)
     producers(6, 576)
+    producers(5, 256)

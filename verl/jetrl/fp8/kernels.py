@@ -49,10 +49,6 @@ if NATIVE:
     @gluon.jit
     def _relayout(x, layout: gl.constexpr):
         return gl.convert_layout(x, layout)
-
-    @gluon.jit
-    def _barrier():
-        gl.thread_barrier()
 else:
     tl, jit = triton.language, triton.jit
 
@@ -64,10 +60,6 @@ else:
     def _relayout(x, layout: tl.constexpr):
         return x
 
-    @triton.jit
-    def _barrier():
-        tl.debug_barrier()
-
 
 _NATIVE = tl.constexpr(NATIVE)
 _AMAX_FLOOR = tl.constexpr(ref.AMAX_FLOOR)
@@ -77,7 +69,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 
 # What a tile is read from.
-_PLAIN, _SILU_MUL, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_PLAIN, _SILU_MUL, _RMS_NORM, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # How a form is grouped.
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -192,11 +184,23 @@ def _prefetch_tile(x, m_block, k_block, M, K, stride_x):
 
 
 @jit
-def _load_tile(x, x_s, at, inside, m, M, k_block, K, stride_xs, SOURCE: tl.constexpr):
+def _normalize(row, inverse, weight):
+    """Hugging Face's rounding: normalize in FP32, round to BF16, multiply by the weight, round to BF16."""
+    return _bf16(_bf16(row * inverse) * weight)
+
+
+@jit
+def _load_tile(x, x_s, weight, at, inside, m, k, M, k_block, K, stride_xs, SOURCE: tl.constexpr):
     if SOURCE == _PLAIN:
         tile = tl.load(x + at, mask=inside, other=0.0)
     elif SOURCE == _SILU_MUL:
         tile = _silu_mul(x, at, inside, K)
+    elif SOURCE == _RMS_NORM:
+        row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(x_s + m, mask=m < M, other=0.0)[:, None]
+        w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        # Outside, 0 times a negative weight would be -0.
+        tile = tl.where(inside, _normalize(row, inverse, w), 0.0).to(tl.bfloat16)
     else:
         byte = tl.load(x + at, mask=inside, other=0)
         scale = tl.load(x_s + k_block * stride_xs + m, mask=m < M, other=0.0)
@@ -249,15 +253,18 @@ def _write_forms(
 
 @jit
 def _tiles_kernel(
-    x, x_s, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
+    x, x_s, weight, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
     SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
+    program = tl.program_id(0)
+    if SOURCE == _RMS_NORM:  # backwards: the rows whose statistics were taken last are still in the L2 cache
+        program = tl.num_programs(0) - 1 - program
     k_blocks = (K + 127) // 128
-    m_block = tl.program_id(0) // k_blocks
-    k_block = tl.program_id(0) % k_blocks
+    m_block = program // k_blocks
+    k_block = program % k_blocks
     if SOURCE == _PLAIN:
-        later = tl.program_id(0) + _PREFETCH
+        later = program + _PREFETCH
         _prefetch_tile(x, later // k_blocks, later % k_blocks, M, K, stride_x)
     m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
     k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
@@ -265,7 +272,9 @@ def _tiles_kernel(
     slices = ()
     for i in tl.static_range(4):
         inside = (m[:, None] < M) & (k[None, :] + i * _SLICE < K)
-        slices = slices + (_load_tile(x, x_s, at + i * _SLICE, inside, m, M, k_block, K, stride_xs, SOURCE),)
+        slices = slices + (
+            _load_tile(x, x_s, weight, at + i * _SLICE, inside, m, k + i * _SLICE, M, k_block, K, stride_xs, SOURCE),
+        )
     _write_forms(
         slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, ROWS, TRANSPOSED
     )  # fmt: skip
@@ -284,7 +293,7 @@ def _rows_kernel(
     k = k_block * 128 + _iota(128, gl.SliceLayout(0, LAYOUT))
     inside = (m[:, None] < M) & (k[None, :] < K)
     at = m[:, None].to(tl.int64) * stride_x + k[None, :]
-    tile = _load_tile(x, None, at, inside, m, M, k_block, K, 0, SOURCE)
+    tile = _load_tile(x, None, None, at, inside, m, k, M, k_block, K, 0, SOURCE)
     s_m = _scale(_amax(tile, 1))
     tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
     byte = _encode(tile, s_m[:, None], _reciprocal(s_m)[:, None])
@@ -391,18 +400,12 @@ def _norm_rows(
 
 
 @jit
-def _normalize(row, inverse, weight):
-    """Hugging Face's rounding: normalize in FP32, round to BF16, multiply by the weight, round to BF16."""
-    return _bf16(_bf16(row * inverse) * weight)
-
-
-@jit
 def _rms_norm_rows_kernel(
     x, residual, h, rstd, weight, y, q, s, M, K, stride_s, eps,
     RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr,
     ROWS: tl.constexpr, WARPS_K: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows: RMSNorm to FP8 rows, to BF16, or to both."""
+    """Whole rows: RMSNorm to FP8 rows, to BF16, to both, or (neither) the residual add and the statistics alone."""
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
     m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
@@ -422,60 +425,6 @@ def _rms_norm_rows_kernel(
         s_mg = _relayout(s_mg, LAYOUT)
         g = _iota(G_PAD, gl.SliceLayout(0, LAYOUT))
         tl.store(s + g[None, :] * stride_s + m[:, None], s_mg, mask=(m[:, None] < M) & (g[None, :] < (K + 127) // 128))
-
-
-@jit
-def _rms_norm_tiles_kernel(
-    x, residual, h, rstd, weight, q, s, q_t, s_t, ready, M, K, M_T, stride_s, stride_st_k, stride_st_m, eps,
-    RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    WARPS_K: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm to FP8 rows and a transposed form.
-
-    A 128x128 tile needs its rows' statistics, and those need whole rows, which do not fit on one multiprocessor.  So
-    programs come in two kinds, in one launch: row programs take the statistics of a stripe of 128 tokens, tile
-    programs quantize it and find its BF16 values still in the L2 cache.  Programs start in order, and a stripe's row
-    programs come AHEAD stripes before its tile programs, which wait on the stripe's counter.
-    """
-    LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
-    row_programs: tl.constexpr = 128 // ROWS
-    k_blocks = (K + 127) // 128
-    per_stripe = row_programs + k_blocks
-    stripe = tl.program_id(0) // per_stripe
-    part = tl.program_id(0) % per_stripe
-    stripes = M_T // 128
-    if part < row_programs:
-        if stripe < stripes:
-            first = stripe * 128 + part * ROWS
-            m = first + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
-            _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
-            _barrier()
-            tl.atomic_add(ready + stripe, 1, sem="release")
-    elif stripe >= AHEAD:
-        m_block = stripe - AHEAD
-        k_block = part - row_programs
-        while tl.atomic_add(ready + m_block, 0, sem="acquire") < row_programs:
-            pass
-        _barrier()
-        m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
-        k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
-        at = m[:, None].to(tl.int64) * K + k[None, :]
-        if RESIDUAL:
-            source = h
-        else:
-            source = x
-        inverse = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
-        slices = ()
-        for i in tl.static_range(4):
-            step = i * _SLICE
-            inside = (m[:, None] < M) & (k[None, :] + step < K)
-            row = tl.load(source + at + step, mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(weight + k + step, mask=k + step < K, other=0.0).to(tl.float32)[None, :]
-            # Outside, 0 times a negative weight would be -0.
-            slices = slices + (tl.where(inside, _normalize(row, inverse, w), 0.0).to(tl.bfloat16),)
-        _write_forms(
-            slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, TRANSPOSED
-        )  # fmt: skip
 
 
 @jit
@@ -555,8 +504,21 @@ def _rows_config(M: int) -> dict:
     return dict(BLOCK_M=block_m, WARPS=warps, num_warps=warps)
 
 
-def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int, rows, transposed, blocks: bool):
-    """Quantize a source of logical shape (M, K) into ``rows`` and ``transposed`` (either may be None)."""
+def _launch(
+    x: Tensor,
+    x_s: Tensor | None,
+    weight: Tensor | None,
+    source: tl.constexpr,
+    M: int,
+    K: int,
+    rows: Quantized | None,
+    transposed: Quantized | None,
+    blocks: bool,
+) -> None:
+    """Quantize a source of logical shape (M, K) into ``rows`` and ``transposed`` (either may be None).
+
+    ``x_s``: the scales of FP8 rows, or rstd of a norm, whose weight is ``weight``.
+    """
     if M == 0 or K == 0:
         return
     q, s = (_bytes(rows.q), rows.s) if rows is not None else (None, None)
@@ -568,7 +530,7 @@ def _launch(x: Tensor, x_s: Tensor | None, source: tl.constexpr, M: int, K: int,
         return
     q_t, s_t = _bytes(transposed.q), transposed.s
     _tiles_kernel[(groups(M) * groups(K),)](
-        x, x_s, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(1) if x_s is not None else 0,
+        x, x_s, weight, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(-1) if x_s is not None else 0,
         s.stride(1) if rows is not None else 0, s_t.stride(0), s_t.stride(1),
         SOURCE=source, ROWS=_GROUP if rows is not None else _NONE, TRANSPOSED=_BLOCK if blocks else _GROUP,
         **_TILE,
@@ -580,7 +542,7 @@ def quantize(x_MK: Tensor, rows: bool, transposed: str | None) -> tuple[Quantize
     M, K = x_MK.shape
     out = empty_rows(M, K, x_MK.device) if rows else None
     out_t = empty_transposed(M, K, x_MK.device, transposed == "block") if transposed else None
-    _launch(x_MK, None, _PLAIN, M, K, out, out_t, transposed == "block")
+    _launch(x_MK, None, None, _PLAIN, M, K, out, out_t, transposed == "block")
     return out, out_t
 
 
@@ -588,7 +550,7 @@ def regroup(x: Quantized, transposed: str) -> Quantized:
     """The transposed form from saved FP8 rows: a second rounding, kept as an ablation."""
     M, K = x.q.shape
     out_t = empty_transposed(M, K, x.q.device, transposed == "block")
-    _launch(_bytes(x.q), x.s, _FP8_ROWS, M, K, None, out_t, transposed == "block")
+    _launch(_bytes(x.q), x.s, None, _FP8_ROWS, M, K, None, out_t, transposed == "block")
     return out_t
 
 
@@ -597,7 +559,7 @@ def silu_mul(gate_up_M2I: Tensor, rows: bool, transposed: str | None) -> tuple[Q
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2
     out = empty_rows(M, I, gate_up_M2I.device) if rows else None
     out_t = empty_transposed(M, I, gate_up_M2I.device, transposed == "block") if transposed else None
-    _launch(gate_up_M2I, None, _SILU_MUL, M, I, out, out_t, transposed == "block")
+    _launch(gate_up_M2I, None, None, _SILU_MUL, M, I, out, out_t, transposed == "block")
     return out, out_t
 
 
@@ -620,7 +582,7 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor
     q_t = torch.empty((K, N), dtype=FP8, device=w_NK.device) if with_transposed else None
     if N and K:
         _tiles_kernel[(groups(N) * groups(K),)](
-            w_NK, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
+            w_NK, None, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
             SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
         )  # fmt: skip
@@ -660,9 +622,6 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     return out, out_t
 
 
-_AHEAD = 4
-
-
 def _norm_config(K: int, values: int) -> dict:
     """Whole rows, about ``values`` numbers per program.  K_PAD and the warps along K set the order of
     additions: functions of K alone."""
@@ -692,23 +651,17 @@ def rms_norm(
     out_t = empty_transposed(M, K, device, transposed == "block") if transposed else None
     if M == 0:
         return h, rstd, y, out, out_t
+    # With a transposed form, this launch takes the statistics (a tile needs those of its rows, and they need whole
+    # rows, which do not fit on one multiprocessor) and a second one normalizes and quantizes tiles.
+    write_rows = fp8 and out_t is None
     q, s = (_bytes(out.q), out.s) if fp8 else (None, None)
-    if out_t is None:
-        config = _norm_config(K, 0 if M <= 1024 else 8192)
-        _rms_norm_rows_kernel[(triton.cdiv(M, config["ROWS"]),)](
-            x_MK, residual_MK, h, rstd, weight_K, y, q, s, M, K, s.stride(1) if fp8 else 0, eps,
-            RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=fp8, num_warps=8, **config,
-        )  # fmt: skip
-        return h, rstd, y, out, out_t
-    ready = torch.zeros((groups(M),), dtype=torch.int32, device=device)
-    config = _norm_config(K, 16384)
-    per_stripe = BLOCK // config["ROWS"] + groups(K)
-    _rms_norm_tiles_kernel[((groups(M) + _AHEAD) * per_stripe,)](
-        x_MK, residual_MK, h, rstd, weight_K, q, s, _bytes(out_t.q), out_t.s, ready, M, K, padded(M),
-        s.stride(1), out_t.s.stride(0), out_t.s.stride(1), eps,
-        RESIDUAL=residual_MK is not None, TRANSPOSED=_BLOCK if transposed == "block" else _GROUP,
-        AHEAD=_AHEAD, **config, **_TILE,
+    config = _norm_config(K, 0 if M <= 1024 else 8192)
+    _rms_norm_rows_kernel[(triton.cdiv(M, config["ROWS"]),)](
+        x_MK, residual_MK, h, rstd, weight_K, y, q, s, M, K, s.stride(1) if fp8 else 0, eps,
+        RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=write_rows, num_warps=8, **config,
     )  # fmt: skip
+    if out_t is not None:
+        _launch(h, rstd, weight_K, _RMS_NORM, M, K, out, out_t, transposed == "block")
     return h, rstd, y, out, out_t
 
 
@@ -718,7 +671,7 @@ def rms_norm_backward(
     """dx (M, K) BF16, with ``d_residual`` added when given, and d_weight (K,) FP32."""
     M, K = dy_MK.shape
     dx = torch.empty_like(dy_MK)
-    config = _norm_config(K, 8192)
+    config = _norm_config(K, 0)
     # 4 programs per multiprocessor of an H200; fixed, so that d_weight is reproducible.
     programs = min(triton.cdiv(M, config["ROWS"]), 528)
     partial = torch.empty((programs, K), dtype=torch.float32, device=dy_MK.device)
