@@ -82,6 +82,29 @@ def test_cublaslt_agrees_with_deep_gemm():
     assert relative(theirs, ops.wgrad(dy_t, x_t)) < 3e-3
 
 
+def test_wgrad_compiles_once_for_all_token_counts(tmp_path):
+    """DeepGEMM keeps one directory per compiled kernel; new token counts must not add any."""
+    import os
+    import subprocess
+    import sys
+
+    code = """
+import os, torch
+from verl.jetrl.fp8 import ops
+cache = os.environ["DG_JIT_CACHE_DIR"]
+counts = []
+for M in (1024, 1152, 1280, 4096):
+    dy_t = ops.quantize_cols(torch.randn(M, 256, device="cuda"))
+    for form in ("block", "group"):
+        ops.wgrad(dy_t, ops.quantize_transposed(torch.randn(M, 512, device="cuda"), form))
+    counts.append(sum(f.endswith(".cubin") for _, _, files in os.walk(cache) for f in files))
+assert counts[0] == 2 and counts[-1] == 2, counts
+"""
+    env = dict(os.environ, DG_JIT_CACHE_DIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_zero_tokens():
     w = ops.quantize_weight(randn(256, 384))
     empty = ops.quantize_rows(randn(0, 384))

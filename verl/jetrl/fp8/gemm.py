@@ -49,7 +49,12 @@ def _check_reduction(K: int, what: str) -> None:
         )
 
 
-def gemm_nt(a: Quantized, b: Quantized) -> Tensor:
+# Which of a GEMM's sizes DeepGEMM compiles into its kernel.  A weight's two sizes never change; but wgrad reduces over
+# tokens, and a constant there would mean compiling (seconds) for every new number of tokens.
+WEIGHT_SIZES, NO_TOKENS = "nk", "n"
+
+
+def gemm_nt(a: Quantized, b: Quantized, compiled_dims: str = WEIGHT_SIZES) -> Tensor:
     """``a_RK @ b_CK.T`` in BF16: a in 1x128 groups, b in 128x128 blocks (DeepGEMM's 1D-2D kernel).
 
     Each output row has the same bits whatever the number of rows (tests/gpu/test_fp8_gemm.py).
@@ -64,15 +69,21 @@ def gemm_nt(a: Quantized, b: Quantized) -> Tensor:
         return out_RC
     if K == 0:
         return out_RC.zero_()
-    deep_gemm().fp8_gemm_nt(a, b, out_RC, disable_ue8m0_cast=True)
+    deep_gemm().fp8_gemm_nt(a, b, out_RC, compiled_dims=compiled_dims, disable_ue8m0_cast=True)
     return out_RC
 
 
 def gemm_nt_groups(a: Quantized, b: Quantized, accumulate_RC: Tensor) -> Tensor:
-    """``accumulate += a_RK @ b_CK.T`` in FP32, 1x128 groups on both sides (DeepGEMM's 1D-1D kernel)."""
+    """``accumulate += a_RK @ b_CK.T`` in FP32, 1x128 groups on both sides (DeepGEMM's 1D-1D kernel): wgrad."""
     deep_gemm().fp8_gemm_nt(
-        a, b, accumulate_RC, c=accumulate_RC, recipe=(1, 1, BLOCK), disable_ue8m0_cast=True
-    )  # fmt: skip
+        a,
+        b,
+        accumulate_RC,
+        c=accumulate_RC,
+        recipe=(1, 1, BLOCK),
+        compiled_dims=NO_TOKENS,
+        disable_ue8m0_cast=True,
+    )
     return accumulate_RC
 
 

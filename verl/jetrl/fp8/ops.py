@@ -173,7 +173,7 @@ class _Cpu:
 def _wgrad(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     N, K = a.q.shape[0], b.q.shape[0]
     if b.s.shape[0] == groups(K) and b.s.shape[0] != K:
-        return gemm.gemm_nt(a, b).to(out_dtype)
+        return gemm.gemm_nt(a, b, gemm.NO_TOKENS).to(out_dtype)
     out = torch.zeros((N, K), dtype=torch.float32, device=a.q.device)
     if a.q.shape[1]:
         gemm.gemm_nt_groups(a, b, out)
@@ -228,7 +228,7 @@ class _Cuda:
         if a_q.shape[1] == 0:
             return
         if b_s.shape[0] == groups(K) and b_s.shape[0] != K:
-            target.add_(gemm.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s)))
+            target.add_(gemm.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), gemm.NO_TOKENS))
         else:
             gemm.gemm_nt_groups(Quantized(a_q, a_s), Quantized(b_q, b_s), target)
 
