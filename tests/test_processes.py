@@ -1,0 +1,448 @@
+"""What a run leaves behind, and how the next one finds it: checkpoints, processes, shared memory, logs, status."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from verl.jetrl import checkpoints, processes, run
+from verl.jetrl import metric_names as names
+from verl.jetrl.environment import RUN_ID, environment, run_tmp
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, step: int, complete: bool = True, actor: bool = True) -> Path:
+    made = folder / f"global_step_{step}"
+    (made / "actor").mkdir(parents=True)
+    if actor:
+        (made / "actor" / "model.pt").write_text("weights")
+    if complete:
+        checkpoints.mark_complete(folder, step)
+    return made
+
+
+def test_an_unfinished_newest_checkpoint_is_removed(tmp_path):
+    kept = [checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)]
+    unfinished = checkpoint(tmp_path, 15, complete=False)
+    (tmp_path / checkpoints.TRACKER).write_text("15")
+    assert checkpoints.repair(tmp_path) == 10
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "10"
+    assert not unfinished.exists() and all(folder.exists() for folder in kept)
+    assert checkpoints.repair(tmp_path) == 10, "a second repair changes nothing"
+
+
+def test_steps_are_numbers_not_text(tmp_path):
+    for step in (9, 10, 100):
+        checkpoint(tmp_path, step)
+    assert checkpoints.repair(tmp_path) == 100
+
+
+@pytest.mark.parametrize("tracker", ["", "garbage", "7", None])
+def test_the_tracker_is_set_right(tmp_path, tracker):
+    checkpoint(tmp_path, 5)
+    if tracker is not None:
+        (tmp_path / checkpoints.TRACKER).write_text(tracker)
+    assert checkpoints.repair(tmp_path) == 5
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "5"
+
+
+def test_a_checkpoint_that_verl_pruned_does_not_count(tmp_path):
+    """verl removes the ``actor`` folder of an old checkpoint and leaves the rest."""
+    checkpoint(tmp_path, 5)
+    pruned = checkpoint(tmp_path, 10, actor=False)
+    assert checkpoints.repair(tmp_path) == 5
+    assert not pruned.exists()
+
+
+def test_no_whole_checkpoint(tmp_path):
+    checkpoint(tmp_path, 5, complete=False)
+    (tmp_path / checkpoints.TRACKER).write_text("5")
+    assert checkpoints.repair(tmp_path) is None
+    assert list(tmp_path.iterdir()) == [], "the tracker would send verl to a checkpoint that is gone"
+    assert checkpoints.repair(tmp_path / "nowhere") is None
+
+
+def test_other_files_are_left_alone(tmp_path):
+    others = ["global_step_", "global_step_x", "global_step_²", "my_global_step_3", "notes"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_step_7").write_text("a file")
+    elsewhere = tmp_path / "notes" / "precious"
+    elsewhere.write_text("x")
+    (tmp_path / "global_step_8").symlink_to(tmp_path / "notes")
+    assert checkpoints.repair(tmp_path) is None
+    assert elsewhere.exists() and sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "global_step_7"])
+
+
+def test_write_atomically(tmp_path, monkeypatch):
+    path = tmp_path / "größe.txt"
+    checkpoints.write_atomically(path, "old ä")
+    checkpoints.write_atomically(path, "new ö")
+    assert path.read_text(encoding="utf-8") == "new ö" and os.listdir(tmp_path) == [path.name]
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoints.os, "fsync", fails)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.write_atomically(path, "newest")
+    assert path.read_text(encoding="utf-8") == "new ö", "a failed write leaves the old content"
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_id():
+    made = f"test-{uuid.uuid4().hex[:8]}"
+    yield made
+    for process in processes.of_run(made):
+        process.kill()
+
+
+def start(run_id: str, code: str, **options) -> subprocess.Popen:
+    """A Python process of the run that has run ``code``, printed "ready", and sleeps."""
+    code = f"import os, signal, subprocess, sys, time\n{code}\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", code], env={**os.environ, RUN_ID: run_id}, stdout=subprocess.PIPE, text=True, **options
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen within 10 s"
+        time.sleep(0.05)
+
+
+CHILD = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
+
+
+def test_end_kills_the_whole_tree(run_id):
+    other_id = f"test-{uuid.uuid4().hex[:8]}"
+    bystander = start(other_id, "")
+    stubborn = start(run_id, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{CHILD}", start_new_session=True)
+    # Double fork: its parent is init, its session its own; only the environment tells whose it is.
+    daemon = "if os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)"
+    start(run_id, daemon)
+    wait_for(lambda: len(processes.of_run(run_id)) == 3)
+    pids = [p.pid for p in processes.of_run(run_id)]
+    started = time.monotonic()
+    removed = processes.end(run_id, set(), grace_s=0.5)
+    assert time.monotonic() - started < 8
+    assert processes.of_run(run_id) == [] and not any(_running(pid) for pid in pids)
+    assert {f"process {pid}" for pid in pids} <= set(removed)
+    assert stubborn.pid in pids
+    assert bystander.poll() is None, "another run's process was ended"
+    assert [p.pid for p in processes.of_run(other_id)] == [bystander.pid]
+    processes.end(other_id, set())
+    assert not _running(bystander.pid)
+
+
+def _running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_processes_started_while_the_run_ends_are_ended_too(run_id):
+    """A supervisor inside the run (Ray's raylet, say) may start another process as its last act."""
+    last_act = f"signal.signal(signal.SIGTERM, lambda *_: ({CHILD}, os._exit(0)))"
+    start(run_id, last_act)
+    processes.end(run_id, set(), grace_s=2)
+    assert processes.of_run(run_id) == []
+
+
+def test_a_process_that_overwrote_its_environment_is_found(run_id):
+    """As setproctitle does, with which Ray and vLLM name their processes."""
+    pytest.importorskip("setproctitle")
+    code = "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print('set', flush=True); time.sleep(60)"
+    parent = start(run_id, f"p = subprocess.Popen([{sys.executable!r}, '-c', {code!r}], stdout=-1); p.stdout.readline()")
+    (child,) = psutil.Process(parent.pid).children()
+    assert RUN_ID.encode() not in Path(f"/proc/{child.pid}/environ").read_bytes(), "the case is not the one meant"
+    assert child.pid in [p.pid for p in processes.of_run(run_id)]
+    processes.end(run_id, set())
+    assert not _running(child.pid)
+
+
+def test_end_removes_shared_memory_and_sockets_of_the_run_alone(run_id):
+    hold = "from multiprocessing import shared_memory, resource_tracker\nresource_tracker.register = lambda *_: None\n"
+    names_ = [f"psm_{run_id}_{i}" for i in range(3)]
+    segments = [f"/dev/shm/{name}" for name in names_]
+    # Two are mapped by living processes of the run; of the third only the supervisor's list still knows.
+    for name in names_[:2]:
+        start(run_id, f"{hold}kept = shared_memory.SharedMemory(name={name!r}, create=True, size=64)")
+    Path(segments[2]).write_bytes(b"x")
+    foreign = shared_memory.SharedMemory(name=f"psm_other_{run_id}", create=True, size=64)
+    tmp = run_tmp(run_id)
+    (tmp / "session").mkdir(parents=True)
+    stale = f"/tmp/rl-colocate-zmq-{run_id}-replica-0-rank-0.sock"
+    used = f"/tmp/rl-colocate-zmq-other-{run_id}-replica-0-rank-0.sock"
+    with socket.socket(socket.AF_UNIX) as old, socket.socket(socket.AF_UNIX) as living:
+        old.bind(stale)
+        old.close()
+        living.bind(used)
+        living.listen()
+        try:
+            assert processes.shared_memory(processes.of_run(run_id)) == set(segments[:2])
+            removed = processes.end(run_id, {segments[2], "/dev/shm/psm_gone_already"})
+            assert set(segments) | {stale} <= set(removed)
+            assert not any(os.path.exists(path) for path in (*segments, stale, tmp))
+            assert os.path.exists(used), "the socket of another, living run was removed"
+            assert os.path.exists(f"/dev/shm/{foreign.name}"), "another program's segment was removed"
+        finally:
+            os.unlink(used)
+            foreign.close()
+            foreign.unlink()
+
+
+def test_ending_nothing(run_id):
+    assert [x for x in processes.end(run_id, set()) if run_id in x or x.startswith("process")] == []
+
+
+def test_the_environment_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.setenv(RUN_ID, "outer")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    values = environment("cpu", "abc", tmp_path, tmp_path / "001.jsonl")
+    assert values[RUN_ID] == "abc", "a run started from within a run is its own"
+    assert values["VERL_PLATFORM"] == "cpu" and values["VLLM_CPU_KVCACHE_SPACE"] == "3", "what the user set wins"
+    assert values["VLLM_RPC_BASE_PATH"] == str(run_tmp("abc")), "vLLM's sockets go with the run's folder"
+    assert len(f"{run_tmp('0' * 12)}/{uuid.uuid4()}") < 107
+    gpu = environment("gpu", "abc", tmp_path, tmp_path / "001.jsonl")
+    assert gpu["VLLM_USE_DEEP_GEMM_E8M0"] == "0", "the format has FP32 scales"
+
+
+# --- the error of a failed run ------------------------------------------------------------------------------------------
+
+C, R = "\x1b[36m", "\x1b[0m"
+NESTED = f"""\
+{C}(JetRLTaskRunner pid=101){R} step 3 done
+{C}(JetRLHttpServer pid=7){R} (EngineCore pid=9) ERROR 11-29 19:58:29 [core.py:1100] RuntimeError: not the reason
+{C}(WorkerDict pid=88){R} Exception ignored in: <function SharedMemory.__del__ at 0x7f0bf4d34fe0>
+{C}(WorkerDict pid=88){R} BufferError: cannot close exported pointers exist
+Traceback (most recent call last):
+  File "/x/verl/jetrl/train.py", line 70, in <module>
+    main()
+  File "/x/verl/jetrl/train.py", line 66, in main
+    run_ppo(config, JetRLTaskRunner)
+ray.exceptions.RayTaskError(WeightSyncError): {C}ray::JetRLTaskRunner.run(){R} (pid=101, ip=10.0.0.1, actor_id=ab)
+  File "/x/verl/jetrl/train.py", line 45, in run
+    trainer.init()
+ray.exceptions.RayTaskError(WeightSyncError): {C}ray::WorkerDict.update_weights(){R} (pid=88, ip=10.0.0.1)
+  File "/x/verl/jetrl/rollout/adapter.py", line 90, in update_weights
+    await sender.async_send_weights(weights)
+verl.jetrl.rollout.adapter.WeightSyncError: the rollout worker did not answer within 45 s of a weight update
+{C}(raylet){R} some clean-up
+"""
+HANDLING = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+KeyError: 'the reason'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in close
+BufferError: cannot close exported pointers exist
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (NESTED, "verl.jetrl.rollout.adapter.WeightSyncError: the rollout worker did not answer within 45 s"),
+        (HANDLING, "KeyError: 'the reason'"),
+        (HANDLING + "Traceback (most recent call last):\n  File\nValueError: later and separate\n", "ValueError: later"),
+        (
+            NESTED + "Exception ignored in: <function f>\nTraceback (most recent call last):\n  File\nOSError: noise\n",
+            "verl.jet",
+        ),
+        ("Traceback (most recent call last):\n  File\nAssertionError\n", "AssertionError"),
+        (
+            "omegaconf.errors.ConfigKeyError: Key 'x' is not in struct\n    full_key: x\n",
+            "omegaconf.errors.ConfigKeyError: Key",
+        ),
+        (
+            "verl.jetrl.flow_check.PrecisionMismatch: trainer and rollout differ\noperator  count\n",
+            "verl.jetrl.flow_check.Prec",
+        ),
+        (
+            f"{C}(WorkerDict pid=3, ip=10.0.0.2){R} Traceback\n{C}(WorkerDict pid=3, ip=10.0.0.2){R} OSError: no space\n",
+            "OSError",
+        ),
+        (
+            f"{C}(Server pid=7){R} (EngineCore pid=9) ERROR 11-29 19:58:29 [core.py:11] ValueError: in the engine\n",
+            "ValueError: in",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried\n", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("Exception: plain\r\n", "Exception: plain"),
+    ],
+)
+def test_the_root_error_is_found(log, message):
+    assert (run.last_error(log) or "").startswith(message)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        "all well\n",
+        "Error handling is on\nNo Error here: fine\n",
+        "INFO: 3 errors. Error rate: 0\n",
+        "ray.exceptions.RayTaskError(KeyError): ray::f()\n",
+        "    raise ValueError: in the source\n",
+    ],
+)
+def test_no_error_is_made_up(log):
+    assert run.last_error(log) is None
+
+
+# --- one arm's supervision ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arm(tmp_path, monkeypatch):
+    """An arm whose training is a small Python program; ``arm.code`` is its text."""
+
+    def make(code: str, steps: int = 2) -> run.Arm:
+        config = OmegaConf.create({"trainer": {"total_training_steps": steps}})
+        made = run.Arm(tmp_path, "bf16", tmp_path / "runs ä" / "bf16", config, [])
+        real = subprocess.Popen
+
+        def popen(command, **options):
+            if "verl.jetrl.train" in command:
+                command = [sys.executable, "-S", "-c", code]
+            return real(command, **options)
+
+        monkeypatch.setattr(run.subprocess, "Popen", popen)
+        monkeypatch.setattr(run, "POLL_S", 0.05)
+        return made
+
+    return make
+
+
+RECORD = (
+    "import json, os, sys\n"
+    "def record(step): open(os.environ['VERL_FILE_LOGGER_PATH'], 'a').write(json.dumps("
+    f"{{'step': step, 'data': {{{names.REWARD!r}: 0.5}}}}) + '\\n')\n"
+)
+
+
+def status(arm: run.Arm) -> dict:
+    return json.loads((arm.folder / "status.json").read_text())
+
+
+def test_a_run_to_its_end(arm, capsys):
+    one = arm(RECORD + "record(1); record(2)")
+    assert one.run() == 0
+    assert status(one)["state"] == "finished" and status(one)["error"] is None and status(one)["total_steps"] == 2
+    assert [p.name for p in sorted((one.folder / "segments").iterdir())] == ["001.jsonl"]
+    again = arm("raise SystemExit('must not start')")
+    assert again.run() == 0 and "finished already" in capsys.readouterr().out
+    longer = arm(RECORD + "record(3)", steps=3)
+    assert longer.run() == 0
+    assert [p.name for p in sorted((one.folder / "segments").iterdir())] == ["001.jsonl", "002.jsonl"]
+    (one.folder / "segments" / "001.jsonl").unlink()
+    assert arm(RECORD + "record(4)", steps=4).run() == 0
+    assert len((one.folder / "segments" / "002.jsonl").read_text().splitlines()) == 1, "an earlier start's file was reused"
+    assert arm(RECORD + "record(1)").run(fresh=True) == 0
+    assert [p.name for p in (one.folder / "segments").iterdir()] == ["001.jsonl"]
+
+
+def test_a_failed_run_says_why(arm, capsys):
+    one = arm("raise ValueError('the reason ä')")
+    assert one.run() == 1
+    assert status(one)["state"] == "failed" and status(one)["error"] == "ValueError: the reason ä"
+    assert "bf16 failed: ValueError: the reason" in capsys.readouterr().err
+    assert arm("import os; os._exit(7)").run() == 7
+    assert status(one)["error"] == "exit code 7", "an earlier start's error in the log is not this one's"
+
+
+def test_a_killed_training_process_is_a_failure(arm):
+    one = arm("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert one.run() == 128 + signal.SIGKILL
+    assert status(one)["state"] == "failed"
+
+
+def test_damaged_records_do_not_stop_a_run(arm):
+    write = "f = open(os.environ['VERL_FILE_LOGGER_PATH'], 'a')\nf.write('{\\n[]\\nnull\\n{\"step\": 1}\\n'); f.flush()\n"
+    one = arm(RECORD + write + "import time; time.sleep(0.4); record(2)")
+    assert one.run() == 0 and status(one)["state"] == "finished"
+
+
+def test_a_signal_stops_the_run_and_leaves_nothing(arm):
+    code = f"import os, signal, subprocess, sys, time\n{CHILD}\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
+    one = arm(code)
+    assert one.run() == 128 + signal.SIGTERM
+    assert status(one)["state"] == "stopped" and status(one)["error"] == "stopped by SIGTERM"
+    assert processes.of_run(one.run_id) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_two_at_once_are_refused(arm, tmp_path):
+    one = arm("raise SystemExit('must not start')")
+    one.folder.mkdir(parents=True)
+    (one.folder / "status.json").write_text(json.dumps({"state": "running", "supervisor": 4711, "run_id": "x"}))
+    with open(one.folder.parent / ".bf16.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for fresh in (False, True):
+            with pytest.raises(SystemExit, match="bf16 is running already .process 4711."):
+                one.run(fresh)
+    assert status(one)["state"] == "running", "the other's files were touched"
+
+
+def test_what_a_killed_run_left_is_ended_first(arm, run_id):
+    left = start(run_id, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    segment = Path(f"/dev/shm/psm_{run_id}")
+    segment.write_bytes(b"x")
+    one = arm(RECORD + "record(2)")
+    one.folder.mkdir(parents=True)
+    # The supervisor's id has been given to another process since: it must not be taken for a supervisor.
+    earlier = {"state": "running", "supervisor": os.getpid(), "run_id": run_id, "shared_memory": [str(segment)]}
+    (one.folder / "status.json").write_text(json.dumps(earlier))
+    checkpoint(one.folder / "checkpoints", 1)
+    checkpoint(one.folder / "checkpoints", 2, complete=False)
+    assert one.run() == 0
+    assert not _running(left.pid) and not segment.exists()
+    assert sorted(p.name for p in (one.folder / "checkpoints").glob("global*")) == ["global_step_1"]
+    assert status(one)["state"] == "finished" and status(one)["run_id"] != run_id
+    assert status(one)["shared_memory"] == [], "an earlier start's segments are not this one's"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_a_damaged_status_is_one_clear_error(arm, content):
+    one = arm(RECORD + "record(2)")
+    one.folder.mkdir(parents=True)
+    (one.folder / "status.json").write_text(content)
+    with pytest.raises(SystemExit, match="status.json is damaged.*--fresh"):
+        one.run()
+    assert one.run(fresh=True) == 0
+
+
+def test_the_command_refuses_what_does_not_fit(root, tmp_path, capsys):
+    recipe, runs = str(root / "recipes/tiny"), ["--runs", str(tmp_path / "runs")]
+    for arguments, message in (
+        ([str(tmp_path)], "is not a recipe"),
+        ([recipe, "--arms", "bf16,fp9"], "no arm 'fp9'"),
+        ([recipe, "--arms", "bf16", "trainer.total_trainin_steps=3"], "trainer.total_trainin_steps"),
+        ([recipe, "--print-config", "fp9"], "no arm 'fp9'"),
+    ):
+        assert run.main([*arguments, *runs]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and message in said
+    assert not (tmp_path / "runs").exists(), "something was started"
