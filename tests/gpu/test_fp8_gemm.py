@@ -77,9 +77,12 @@ def test_cublaslt_agrees_with_deep_gemm():
     x, w = randn(2048, 4096), ops.quantize_blocks(randn(6144, 4096, scale=0.02))
     x = ops.quantize_rows(x)
     assert relative(ops.fprop(x, w, backend="cublaslt"), ops.fprop(x, w)) < 3e-3
-    dy_t, x_t = ops.quantize_cols(randn(2048, 1024)), ops.quantize_cols(randn(2048, 512))
-    theirs = gemm.cublaslt_gemm_nt(dy_t, x_t, torch.float32)
-    assert relative(theirs, ops.wgrad(dy_t, x_t)) < 3e-3
+    for M in (128, 640, 2048):
+        dy_t, x = ops.quantize_cols(randn(M, 1024)), randn(M, 512)
+        for transposed in ops.TRANSPOSED_GROUPS:
+            x_t = ops.quantize_transposed(x, transposed)
+            theirs = gemm.cublaslt_gemm_nt(dy_t, x_t, torch.float32)
+            assert relative(theirs, ops.wgrad(dy_t, x_t)) < 3e-3
 
 
 def test_wgrad_compiles_once_for_all_token_counts(tmp_path):

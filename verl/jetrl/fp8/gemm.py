@@ -102,7 +102,7 @@ def cublaslt_gemm_nt(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.
         b.q.t(),
         _outer_major(a.s),
         ScalingType.BlockWise1x128,
-        b.s.contiguous().t() if blocks else _outer_major(b.s),
+        _padded_blocks(b.s) if blocks else _outer_major(b.s),
         ScalingType.BlockWise128x128 if blocks else ScalingType.BlockWise1x128,
         output_dtype=out_dtype,
     )
@@ -111,6 +111,11 @@ def cublaslt_gemm_nt(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.
 def _outer_major(s_RG: Tensor) -> Tensor:
     """Scales with strides (1, R), as cuBLASLt reads them; a copy only where R is not a multiple of 4."""
     return s_RG if s_RG.stride() == (1, s_RG.shape[0]) else s_RG.t().contiguous().t()
+
+
+def _padded_blocks(s_BG: Tensor) -> Tensor:
+    """Block scales as cuBLASLt reads them: transposed, along the reduction padded to a multiple of 4."""
+    return torch.nn.functional.pad(s_BG, (0, -s_BG.shape[1] % 4)).contiguous().t()
 
 
 def bf16_gemm_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
