@@ -549,6 +549,7 @@ def report(result: dict) -> dict[str, str]:
     gemm_columns = ["shape", "M", "op", "us", "tflop_s", "vs_bf16", "share_of_ceiling"]
     out["forward"] = table("gemm", gemm_columns, lambda r: r["op"].startswith(("forward", "fprop")))
     out["backward"] = table("gemm", gemm_columns, lambda r: r["op"].startswith(("dgrad", "wgrad")))
+    out["notes"] = "\n".join(f"- `{name}`: {note}" for name, note in result["notes"].items())
     out["environment"] = markdown(
         ["what", "value"],
         [["command", f"`{result['command']}`"], ["device", result["device"]["name"]]]
