@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
 import warnings
 from datetime import timedelta
@@ -46,6 +49,13 @@ def install(model: nn.Module, flow: PrecisionFlow = FP8) -> nn.Module:
     from verl.jetrl.trainer.engine import install_fp8_linears
 
     install_fp8_linears(model, flow)
+    return model
+
+
+def computed_in_bf16(model: nn.Module) -> nn.Module:
+    """What FSDP2's mixed precision makes of FP32 masters: BF16 parameters; buffers (RoPE's frequencies) stay in FP32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
     return model
 
 
@@ -141,7 +151,7 @@ def test_the_stream_has_the_bytes_that_the_forward_uses(name, monkeypatch):
         return q
 
     monkeypatch.setattr(ops, "quantize_weight", record)
-    forward = install(make(name)).bfloat16()  # as FSDP2's mixed precision casts it
+    forward = computed_in_bf16(install(make(name)))
     forward(TOKENS)
     sent = dict(quantized_stream(iter(master.state_dict().items()), FP8))
     bytes_sent = {
@@ -220,14 +230,12 @@ def test_fsdp2_gives_the_unsharded_forward(tmp_path, world_size):
         sharded(0, 1, str(tmp_path))
     else:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__]
-        ranks = [
-            subprocess.Popen([*command, str(r), str(world_size), str(tmp_path)], env=environment) for r in range(world_size)
-        ]
+        command = [sys.executable, __file__, str(world_size), str(tmp_path)]
+        ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(world_size)]
         assert [rank.wait(120) for rank in ranks] == [0] * world_size
     for name in MODELS:
         logits, gradients, weights = torch.load(tmp_path / f"{name.split(',')[0]}.pt")
-        alone, alone_gradients = loss_and_gradients(install(make(name, dtype=torch.float32)).bfloat16())
+        alone, alone_gradients = loss_and_gradients(computed_in_bf16(install(make(name))))
         assert torch.equal(logits, alone), f"{name}: sharding changes the forward"
         for key, gradient in gradients.items():
             assert gradient.dtype == torch.float32
@@ -260,6 +268,9 @@ def test_masked_log_probs_normalise_over_the_tokenizers_ids():
     assert mask_padding(logits, 384) is logits and mask_padding(logits, 400) is logits
 
 
+PROMPT = 3  # tokens of the packed sequence that are the prompt
+
+
 def outputs(flow: PrecisionFlow, logits: torch.Tensor, vocabulary: int, temperature: float = 1.0) -> tuple[dict, object]:
     """Log-probs and entropy by the engine's own method, and the engine; ``logits`` (T, V) of one packed sequence."""
     from tensordict import TensorDict
@@ -280,7 +291,9 @@ def outputs(flow: PrecisionFlow, logits: torch.Tensor, vocabulary: int, temperat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ids = torch.nested.as_nested_tensor([torch.arange(tokens)], layout=torch.jagged)
-    batch = TensorDict({"input_ids": ids}, batch_size=[1])
+        prompts = torch.nested.as_nested_tensor([torch.arange(PROMPT)], layout=torch.jagged)
+        responses = torch.nested.as_nested_tensor([torch.arange(PROMPT, tokens)], layout=torch.jagged)
+    batch = TensorDict({"input_ids": ids, "prompts": prompts, "responses": responses}, batch_size=[1])
     tu.assign_non_tensor(batch, temperature=temperature, calculate_entropy=True, use_remove_padding=True)
     arguments = dict(
         input_ids_rmpad_rolled=torch.arange(tokens) % vocabulary,
@@ -306,8 +319,10 @@ def test_the_engine_masks_in_fp8_and_reports_in_bf16(temperature):
     torch.testing.assert_close(fp8["entropy"].values(), entropy), "entropy over the tokenizer's ids, and no NaN"
     plain = torch.log_softmax(scaled, -1).gather(1, labels)[:, 0]
     torch.testing.assert_close(stock["log_probs"].values(), plain)
-    difference = (wanted.gather(1, labels)[:, 0] - plain).abs().mean().item()
-    assert difference > 0.05 and engine.padding_abs_dlogp == pytest.approx(difference, rel=1e-4)
+    # of the response's tokens: predicted by the positions from the prompt's last to the last but one
+    difference = (wanted.gather(1, labels)[:, 0] - plain).abs()[PROMPT - 1 : -1].mean().item()
+    assert difference > 0.05 and engine.take_padding_abs_dlogp() == pytest.approx(difference, rel=1e-4)
+    assert engine.take_padding_abs_dlogp() == 0.0, "taken once"
 
 
 def test_gradients_through_the_mask():
@@ -347,4 +362,4 @@ def test_lora_is_refused_by_the_engine():
 
 
 if __name__ == "__main__":
-    sharded(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sharded(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])

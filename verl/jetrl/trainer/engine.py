@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
 
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.linear import Fp8Linear
@@ -78,17 +80,30 @@ class JetRLEngine(FSDPEngineWithLMHead):
         """Log-probs of the micro-batch; the FP8 arm masks the vocabulary's padding as the rollout does.
 
         verl masks ids past ``len(tokenizer)`` in the rollout only.  In the stock arms it stays so, and
-        ``padding_log_mass`` reports what that costs per token: log p differs by log(1 - mass of the padding ids).
+        :meth:`take_padding_abs_dlogp` reports what that costs.
         """
         vocabulary = len(self.model_config.tokenizer)
         if self.flow.fp8:
             output.logits = mask_padding(output.logits, vocabulary)
-        result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if not self.flow.fp8 and not torch.is_grad_enabled() and output.logits.shape[-1] > vocabulary:
-            temperature = micro_batch["temperature"]
-            if not isinstance(temperature, Tensor):
-                self.padding_abs_dlogp = float(padding_mass(output.logits, vocabulary, float(temperature)).abs().mean())
-        return result
+        elif not torch.is_grad_enabled() and output.logits.shape[-1] > vocabulary:
+            self._note_padding(output.logits, micro_batch, vocabulary)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+    def _note_padding(self, logits: Tensor, micro_batch: TensorDict, vocabulary: int) -> None:
+        temperature = micro_batch["temperature"]
+        if isinstance(temperature, Tensor) or logits.shape[0] != 1 or self.use_ulysses_sp:
+            return  # not one packed row of whole sequences: nothing is reported
+        cost_T = padding_mass(logits.squeeze(0), vocabulary, float(temperature)).abs()
+        total, tokens = getattr(self, "_padding", (0.0, 0))
+        responses = no_padding_2_padding(cost_T[: micro_batch["input_ids"].values().shape[0]], micro_batch)
+        self._padding = (total + responses.sum().item(), tokens + micro_batch["responses"].values().shape[0])
+
+    def take_padding_abs_dlogp(self) -> float:
+        """Mean |log(1 - probability of the padding ids)| over the response tokens of the log-prob passes since the last call:
+        the part of the mismatch that the unmasked vocabulary makes.  0 where it is masked or not padded."""
+        total, tokens = getattr(self, "_padding", (0.0, 0))
+        self._padding = (0.0, 0)
+        return total / max(tokens, 1)
 
     def get_per_tensor_param(self, **kwargs):
         params, peft_config = super().get_per_tensor_param(**kwargs)

@@ -58,5 +58,5 @@ class JetRLWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def jetrl_padding_abs_dlogp(self) -> float:
-        """Mean |log(1 - p(padding ids))| of the last log-prob pass; 0 where nothing is unmasked."""
-        return getattr(self.actor.engine, "padding_abs_dlogp", 0.0)
+        """What an unmasked padded vocabulary costs per response token, since the last call, in nats."""
+        return self.actor.engine.take_padding_abs_dlogp()
