@@ -74,11 +74,11 @@ _PLAIN, _SILU_MUL, _RMS_NORM, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.c
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # A 128x128 tile is held in four slices of 32 columns: coalesced along columns for reading and for rows, and along
-# tokens, 16 per thread, for the transposed form.  8 warps with 128 registers each: two tiles per multiprocessor.
+# tokens for the transposed form.  Two tiles fit on a multiprocessor at a time: quantizing alone runs best on 8 warps of
+# 128 registers; computing the tile first waits longer, and runs best on 16 warps of 64.
 _SLICE = tl.constexpr(32)
-_ROW_LAYOUT = tl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
-_TOKEN_LAYOUT = tl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
-_TILE = dict(num_warps=8, maxnreg=128)
+_QUANTIZE = dict(WARPS=8, num_warps=8, maxnreg=128)
+_PRODUCE = dict(WARPS=16, num_warps=16, maxnreg=64)
 # How many programs ahead a tile is prefetched: one per multiprocessor of an H200, the best of 0, 132, 264 and 528.  It
 # gains 5% where a tile is read and quantized only, and loses where more is computed.
 _PREFETCH = tl.constexpr(132)
@@ -168,13 +168,13 @@ def _silu_mul(gate_up, at, inside, I):
 
 
 @jit
-def _prefetch_tile(x, m_block, k_block, M, K, stride_x):
+def _prefetch_tile(x, m_block, k_block, M, K, stride_x, WARPS: tl.constexpr):
     """Ask for a later tile of BF16, so that its reader finds it in the L2 cache: one 128-byte line per thread.
 
     Tiles past the end are clamped onto the last row.
     """
     if _NATIVE:
-        lines: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [8, 1], [1, 0])
+        lines: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [WARPS, 1], [1, 0])
         m = tl.minimum(m_block * 128 + _iota(128, gl.SliceLayout(1, lines)), M - 1)
         k = tl.minimum(k_block * 128 + 64 * _iota(2, gl.SliceLayout(0, lines)), K - 1)
         address = (x + m[:, None].to(tl.int64) * stride_x + k[None, :]).to(tl.int64)
@@ -211,14 +211,16 @@ def _load_tile(x, x_s, weight, at, inside, m, k, M, k_block, K, stride_xs, SOURC
 @jit
 def _write_forms(
     slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile, four slices (128, 32) that are zero outside (M, K), into the forms asked for."""
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
-    k_0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
+    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+    TOKEN_LAYOUT: tl.constexpr = gl.BlockedLayout([128 // WARPS, 1], [WARPS, 32 // WARPS], [1, WARPS], [0, 1])
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    k_0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
     row = m[:, None].to(tl.int64) * K
-    m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, _TOKEN_LAYOUT))
-    k_t0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _TOKEN_LAYOUT))
+    m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
+    k_t0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, TOKEN_LAYOUT))
     if ROWS != _NONE or TRANSPOSED == _BLOCK:
         row_amax = _amax(slices[0], 1)
         for i in tl.static_range(1, 4):
@@ -240,7 +242,7 @@ def _write_forms(
             tl.store(q + row + k[None, :], _encode(slices[i], s_b, r_b), mask=inside)
         if TRANSPOSED != _NONE:
             k_t = k_t0 + i * _SLICE
-            tile = _relayout(slices[i], _TOKEN_LAYOUT)
+            tile = _relayout(slices[i], TOKEN_LAYOUT)
             if TRANSPOSED == _GROUP:
                 s_k = _scale(_amax(tile, 0))
                 tl.store(s_t + k_t * stride_st_k + m_block * stride_st_m, s_k, mask=k_t < K)
@@ -254,9 +256,10 @@ def _write_forms(
 @jit
 def _tiles_kernel(
     x, x_s, weight, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
-    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
+    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     program = tl.program_id(0)
     if SOURCE == _RMS_NORM:  # backwards: the rows whose statistics were taken last are still in the L2 cache
         program = tl.num_programs(0) - 1 - program
@@ -265,9 +268,9 @@ def _tiles_kernel(
     k_block = program % k_blocks
     if SOURCE == _PLAIN:
         later = program + _PREFETCH
-        _prefetch_tile(x, later // k_blocks, later % k_blocks, M, K, stride_x)
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
-    k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
+        _prefetch_tile(x, later // k_blocks, later % k_blocks, M, K, stride_x, WARPS)
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
     at = m[:, None].to(tl.int64) * stride_x + k[None, :]
     slices = ()
     for i in tl.static_range(4):
@@ -276,7 +279,8 @@ def _tiles_kernel(
             _load_tile(x, x_s, weight, at + i * _SLICE, inside, m, k + i * _SLICE, M, k_block, K, stride_xs, SOURCE),
         )
     _write_forms(
-        slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, ROWS, TRANSPOSED
+        slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, ROWS, TRANSPOSED,
+        WARPS,
     )  # fmt: skip
 
 
@@ -344,19 +348,20 @@ def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexp
 
 @jit
 def _silu_mul_backward_tiles_kernel(
-    gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m,
+    gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m, WARPS: tl.constexpr,
 ):  # fmt: skip
     """A tile of gate's or of up's gradient, as FP8 rows and transposed groups.  I % 128 == 0.
 
     The two programs of a position are neighbours, so the second finds gate and dy in the L2 cache; one program for
     both would not fit its registers.
     """
+    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     i_blocks = I // 128
     half = tl.program_id(0) % 2
     m_block = (tl.program_id(0) // 2) // i_blocks
     i_block = (tl.program_id(0) // 2) % i_blocks
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
-    i = i_block * 128 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    i = i_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
     at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
     inside = (m[:, None] < M) & (i[None, :] < I)
@@ -365,7 +370,8 @@ def _silu_mul_backward_tiles_kernel(
         for j in tl.static_range(4):
             gate = gate + (_d_gate(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside, I),)
         _write_forms(
-            gate, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP
+            gate, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP,
+            WARPS,
         )  # fmt: skip
     else:
         up = ()
@@ -373,7 +379,7 @@ def _silu_mul_backward_tiles_kernel(
             up = up + (_d_up(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside),)
         _write_forms(
             up, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
-            _GROUP, _GROUP,
+            _GROUP, _GROUP, WARPS,
         )  # fmt: skip
 
 
@@ -455,15 +461,17 @@ def _rms_norm_backward_kernel(
 
 
 @jit
-def _transpose_kernel(q, q_t, R, C):
+def _transpose_kernel(q, q_t, R, C, WARPS: tl.constexpr):
+    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+    TOKEN_LAYOUT: tl.constexpr = gl.BlockedLayout([128 // WARPS, 1], [WARPS, 32 // WARPS], [1, WARPS], [0, 1])
     r_0 = tl.program_id(0) * 128
     c_0 = tl.program_id(1) * _SLICE
-    r = r_0 + _iota(128, gl.SliceLayout(1, _ROW_LAYOUT))
-    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, _ROW_LAYOUT))
+    r = r_0 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
     inside = (r[:, None] < R) & (c[None, :] < C)
-    tile = _relayout(tl.load(q + r[:, None].to(tl.int64) * C + c[None, :], mask=inside, other=0), _TOKEN_LAYOUT)
-    r = r_0 + _iota(128, gl.SliceLayout(1, _TOKEN_LAYOUT))
-    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, _TOKEN_LAYOUT))
+    tile = _relayout(tl.load(q + r[:, None].to(tl.int64) * C + c[None, :], mask=inside, other=0), TOKEN_LAYOUT)
+    r = r_0 + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
+    c = c_0 + _iota(_SLICE, gl.SliceLayout(0, TOKEN_LAYOUT))
     tl.store(q_t + c[None, :].to(tl.int64) * R + r[:, None], tile, mask=(c[None, :] < C) & (r[:, None] < R))
 
 
@@ -533,7 +541,7 @@ def _launch(
         x, x_s, weight, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(-1) if x_s is not None else 0,
         s.stride(1) if rows is not None else 0, s_t.stride(0), s_t.stride(1),
         SOURCE=source, ROWS=_GROUP if rows is not None else _NONE, TRANSPOSED=_BLOCK if blocks else _GROUP,
-        **_TILE,
+        **(_QUANTIZE if source in (_PLAIN, _FP8_ROWS) else _PRODUCE),
     )  # fmt: skip
 
 
@@ -584,7 +592,7 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor
         _tiles_kernel[(groups(N) * groups(K),)](
             w_NK, None, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
-            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
+            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_QUANTIZE,
         )  # fmt: skip
     return q, s, q_t
 
@@ -594,7 +602,7 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
     R, C = q_RC.shape
     q_t = torch.empty((C, R), dtype=FP8, device=q_RC.device)
     if R and C:
-        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
+        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_QUANTIZE)
     return q_t
 
 
@@ -617,7 +625,7 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     if M and I:
         _silu_mul_backward_tiles_kernel[(2 * groups(M) * (I // BLOCK),)](
             gate_up_M2I, dy_MI, _bytes(out.q), out.s, _bytes(out_t.q), out_t.s, M, I, padded(M),
-            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), **_TILE,
+            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), **_PRODUCE,
         )  # fmt: skip
     return out, out_t
 
