@@ -18,7 +18,8 @@ GEMM launches no transposing kernel of its own.
 
 The kernels are written in Gluon, Triton's language with explicit layouts: a tile is transposed as BF16, by matrix loads
 from shared memory, and then quantized along its other axis.  (Triton's own choice of layouts transposed bytes one by
-one and ran at a third to a half of the bandwidth.)  Under ``TRITON_INTERPRET=1`` the same source runs as plain Triton on the CPU.
+one and ran at a third to a half of the bandwidth.)  Under ``TRITON_INTERPRET=1`` the same source runs as plain Triton
+on the CPU.
 
 The bytes are those of :mod:`verl.jetrl.fp8.format`.  A maximum is exact whatever its order, so a quantizer's result
 does not depend on tile sizes; RMSNorm's sum of squares does, and is always taken by the same code over a whole row.
