@@ -20,7 +20,7 @@ import pytest
 from verl.jetrl import checkpoints, processes
 from verl.jetrl import metric_names as names
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(1800)]
 
 STEPS = 4
 SMALL = (
@@ -114,11 +114,12 @@ def test_every_metric_is_reported_in_every_arm(arms: dict[str, Path]) -> None:
             assert all(math.isfinite(data[name]) for name in wanted), (arm, step)
 
 
-def test_mismatch_ranks_the_arms(arms: dict[str, Path]) -> None:
-    """BF16 < Jet-RL < mixed, with room to spare; FP8 silently off on either side would break the order."""
-    bf16, mixed, jetrl = (mean(arms[a], names.K3_KL) for a in ("bf16", "bf16-train-fp8-rollout", "jetrl"))
-    assert jetrl > 3 * bf16, "FP8 is off in the jetrl arm: its mismatch is BF16's"
-    assert mixed > 2 * jetrl, "the mixed arm does not roll out in FP8, or the jetrl arm does not train in it"
+def test_mismatch_tells_the_arms_apart(arms: dict[str, Path]) -> None:
+    """Jet-RL < BF16 < mixed, with room to spare: the jetrl arm shares its operators between the sides, BF16 does not.  FP8
+    silently off on one of jetrl's sides, or in the mixed arm's rollout, breaks the order."""
+    bf16, mixed, jetrl = (mean(arms[a], names.ABS_DLOGP_MEAN) for a in ("bf16", "bf16-train-fp8-rollout", "jetrl"))
+    assert jetrl < bf16 / 4, "the jetrl arm's sides do not run the same operators on the same bytes"
+    assert mixed > 3 * bf16, "the mixed arm does not roll out in FP8"
 
 
 def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:

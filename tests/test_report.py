@@ -167,9 +167,7 @@ def test_clear_errors_without_arms(tmp_path):
         main([str(tmp_path), "--arms", "jetrl,bf17"])
 
 
-@pytest.mark.parametrize(
-    "name, text", [("status.json", '{"state": "runn'), ("status.json", "{}"), ("config.yaml", "a: [")]
-)
+@pytest.mark.parametrize("name, text", [("status.json", '{"state": "runn'), ("status.json", "{}"), ("config.yaml", "a: [")])
 def test_a_damaged_status_or_configuration_is_named(tmp_path, name, text):
     write_arm(tmp_path, "bf16", [{}]).joinpath(name).write_text(text)
     with pytest.raises(ReportError, match=f"bf16/{name}"):

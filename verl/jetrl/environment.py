@@ -25,6 +25,9 @@ _MACHINE = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         # Trainer and rollout take turns: each may use every core.
         "OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 8)),
+        # A thread that spins for its next task takes the core from the side whose turn it is.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
     },
     "gpu": {
         # vLLM rounds scales up to powers of two on Hopper by default; the format has FP32 scales.

@@ -29,9 +29,7 @@ KNOWN_STYLES = {
 }
 OTHER_STYLES = [("#00795C", (0, (6, 1.5, 1, 1.5)), "v"), ("#8A6D00", (0, (3, 1)), "P"), ("#5E4FA2", "-", "X")]
 
-PHASE_COLOURS = dict(
-    zip((*PHASES.values(), OTHER), ("#7CC4EE", "#F3E37C", "#59BF9E", "#F0AE3C", "#CFCFCF"), strict=True)
-)
+PHASE_COLOURS = dict(zip((*PHASES.values(), OTHER), ("#7CC4EE", "#F3E37C", "#59BF9E", "#F0AE3C", "#CFCFCF"), strict=True))
 
 RC = {
     "font.size": 11,
@@ -219,8 +217,7 @@ def _validation_lines(metric: str, several: bool) -> Lines:
         LEARNING,
         f"Validation accuracy: {label}" if several else "Validation accuracy",
         metric,
-        f"Accuracy on prompts that are not trained on ({label}). Step 0, where there is one, is the model before "
-        "training.",
+        f"Accuracy on prompts that are not trained on ({label}). Step 0, where there is one, is the model before training.",
         percent=True,
     )
 
@@ -380,8 +377,7 @@ def _rolling_median(values: np.ndarray, window: int) -> np.ndarray:
     """Centred, over fewer values at the ends; NaN stays NaN, so that gaps stay visible."""
     half = window // 2
     smooth = [
-        np.nan if np.isnan(values[i]) else np.nanmedian(values[max(0, i - half) : i + half + 1])
-        for i in range(len(values))
+        np.nan if np.isnan(values[i]) else np.nanmedian(values[max(0, i - half) : i + half + 1]) for i in range(len(values))
     ]
     return np.array(smooth)
 

@@ -80,9 +80,7 @@ def _three_digits(value: float) -> str:
 
 
 def _render(template: str, page: dict[str, Any], escape: bool) -> str:
-    environment = jinja2.Environment(
-        autoescape=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = jinja2.Environment(autoescape=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(page)
 
 

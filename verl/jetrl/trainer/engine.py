@@ -17,6 +17,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.linear import Fp8Linear
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
+from verl.jetrl.trainer import attention
 from verl.jetrl.vocabulary import mask_padding, padding_mass
 
 SCALE_SUFFIX = "_scale_inv"
@@ -125,6 +126,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
 
 def register() -> None:
     """Makes verl pick this engine for ``strategy=fsdp2`` on the CPU and on NVIDIA GPUs."""
+    attention.register()
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     for key in ("cpu", ("cuda", "nvidia")):
         registered[key] = JetRLEngine
