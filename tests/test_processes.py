@@ -446,3 +446,15 @@ def test_the_command_refuses_what_does_not_fit(root, tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.startswith("error: ") and message in said
     assert not (tmp_path / "runs").exists(), "something was started"
+
+
+def test_changed_settings_are_named(arm, capsys):
+    assert arm(RECORD + "record(1); record(2)").run() == 0
+    other = arm("raise SystemExit('must not start')")
+    other.config.trainer.lr = 0.5
+    with pytest.raises(SystemExit, match=r"finished with other settings \(trainer.lr: .* -> 0.5\); --fresh"):
+        other.run()
+    capsys.readouterr()
+    longer = arm(RECORD + "record(3)", steps=3)
+    assert longer.run() == 0
+    assert "settings changed since the last start: trainer.total_training_steps: 2 -> 3" in capsys.readouterr().out

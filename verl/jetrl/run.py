@@ -24,13 +24,14 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from verl.jetrl import checkpoints, preflight, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yaml
+from verl.jetrl.config_diff import diff, load_config
 from verl.jetrl.environment import environment
 
 MAIN_ARMS = ("bf16", "bf16-train-fp8-rollout", "jetrl")
@@ -132,9 +133,14 @@ class Arm:
         self._end_earlier(status)
         if fresh and self.folder.exists():
             subprocess.run(["rm", "-rf", str(self.folder)], check=True)
-        elif status.get("state") == "finished" and status.get("total_steps") == self.total:
+        changed = self._changed_settings()
+        if status.get("state") == "finished" and status.get("total_steps") == self.total and self.folder.exists():
+            if changed:
+                raise SystemExit(f"error: {self.arm} has finished with other settings ({changed}); --fresh runs it again")
             print(f"{self.arm}: finished already, {self.total} steps (--fresh or `make clean-runs` to run it again)")
             return 0
+        if changed:
+            print(f"{self.arm}: settings changed since the last start: {changed}")
         (self.folder / "segments").mkdir(parents=True, exist_ok=True)
         step = checkpoints.repair(self.folder / "checkpoints")
         if step:
@@ -144,6 +150,14 @@ class Arm:
         number = max(numbers, default=0) + 1
         segment = self.folder / "segments" / f"{number:03d}.jsonl"
         return self._supervise(segment, step or 0)
+
+    def _changed_settings(self) -> str:
+        """The settings that differ from those of the last start, "" when there are none or nothing was started."""
+        path = self.folder / "config.yaml"
+        if not path.is_file():
+            return ""
+        rows = diff(load_config(path), OmegaConf.create(resolved_yaml(self.config)))
+        return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows)
 
     def _supervise(self, segment: Path, first_step: int) -> int:
         self._status("running", started=time.time(), ended=None, error=None, shared_memory=[])

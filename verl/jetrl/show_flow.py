@@ -16,7 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl.jetrl import flow_check
-from verl.jetrl.compose import arms, compose, machine
+from verl.jetrl.compose import RecipeError, arms, compose, machine
 from verl.jetrl.environment import machine_environment
 from verl.jetrl.precision import PrecisionFlow
 
@@ -71,8 +71,13 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     os.environ.update({**machine_environment(machine()), **os.environ})
     code = 0
-    for arm in args.arms.split(",") if args.arms else arms(args.recipe):
-        config = compose(args.recipe, arm, Path("runs") / args.recipe.name / arm, args.overrides)
+    try:
+        chosen = args.arms.split(",") if args.arms else arms(args.recipe)
+        configs = {arm: compose(args.recipe, arm, Path("runs") / args.recipe.name / arm, args.overrides) for arm in chosen}
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for arm, config in configs.items():
         rows = flow_check.compare(trainer_rows(config), rollout_rows(config))
         print(f"{arm}\n{flow_check.table(rows)}\n", flush=True)
         try:
