@@ -29,6 +29,8 @@ class JetRLWorker(ActorRolloutRefWorker):
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
             initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
+        # verl seeds accelerators only; a run's random numbers must not depend on when it was started.
+        torch.manual_seed(self.config.actor.fsdp_config.seed + self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def jetrl_patches(self) -> dict[str, str]:
