@@ -26,8 +26,7 @@ STEPS = 4
 SMALL = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=2",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",  # but validated before the first step: more prompts at once than a training batch has
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
@@ -57,11 +56,13 @@ def recorded(runs: Path) -> tuple[str, ...]:
 
 
 def records(run: Path) -> dict[int, dict[str, float]]:
-    """Step to metrics, later starts first."""
+    """Training step to its metrics; a later start's win."""
     found: dict[int, dict[str, float]] = {}
     for segment in sorted((run / "segments").glob("*.jsonl")):
         for line in segment.read_text().splitlines():
             record = json.loads(line)
+            if names.REWARD not in record["data"]:
+                continue  # validation before the first step
             found.setdefault(record["step"], {}).update(record["data"])
     return found
 

@@ -37,6 +37,7 @@ def problems(config: DictConfig) -> list[str]:
         "trainer": lambda: _hardware(config),
         "data": lambda: _data(config),
         "actor_rollout_ref": lambda: _precision(config, model),
+        "actor_rollout_ref.rollout": lambda: _seeds(config),
         "trainer.default_local_dir": lambda: _disk(config, model),
     }.items():
         try:
@@ -190,6 +191,15 @@ def _unusable(file: Path) -> str:
         except Exception as error:  # the library's own exception type is not public
             return f"{file.name} is damaged or not downloaded ({error})"
     return ""
+
+
+def _seeds(config: DictConfig) -> list[str]:
+    if config.trainer.device == "cpu" and config.actor_rollout_ref.rollout.enable_chunked_prefill:
+        return [
+            "actor_rollout_ref.rollout.enable_chunked_prefill=true does not work without a GPU: every request has a seed, and "
+            "vLLM cannot rewind a CPU random generator after a partial prefill; set it to false"
+        ]
+    return []
 
 
 def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:

@@ -284,7 +284,13 @@ def last_error(log: str) -> str | None:
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in log.splitlines()]
     own = [line for line in lines if not WORKER_PREFIX.match(line)]
-    return _last_raised(own) or _last_raised([WORKER_PREFIX.sub("", line) for line in lines])
+    workers = [WORKER_PREFIX.sub("", line) for line in lines]
+    error = _last_raised(own) or _last_raised(workers)
+    if error and "EngineDeadError" in error:
+        # It only points at the worker's error, which was the first to be raised.
+        roots = [x for x in workers if ERROR_LINE.match(x) and "EngineDeadError" not in x and "RayTaskError" not in x]
+        return f"{roots[0].strip()} (vLLM's engine died of it)" if roots else error
+    return error
 
 
 def _last_raised(lines: list[str]) -> str | None:
