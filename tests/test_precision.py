@@ -157,6 +157,7 @@ BAD = [
     ("bf16", ["actor_rollout_ref.rollout.max_model_len=100"], "actor_rollout_ref.rollout.max_model_len=100"),
     ("bf16", ["jetrl.least_gpu_memory_gb=78"], "no CUDA GPU found: this recipe needs 78 GB"),
     ("bf16", ["trainer.device=cuda"], "no CUDA GPU found: trainer.device=cuda"),
+    ("bf16", ["actor_rollout_ref.rollout.enable_chunked_prefill=true"], "enable_chunked_prefill=true does not work"),
     ("bf16", ["trainer.max_actor_ckpt_to_keep=1"], "trainer.max_actor_ckpt_to_keep=1"),
     # values of the wrong type
     ("bf16", ["data.train_batch_size=many"], "data: cannot be checked"),

@@ -458,3 +458,17 @@ def test_changed_settings_are_named(arm, capsys):
     longer = arm(RECORD + "record(3)", steps=3)
     assert longer.run() == 0
     assert "settings changed since the last start: trainer.total_training_steps: 2 -> 3" in capsys.readouterr().out
+
+
+def test_an_engines_death_names_its_cause():
+    server = "\x1b[36m(JetRLHttpServer pid=17)\x1b[0m (Worker pid=18) ERROR 11-29 21:36:38 [multiproc_executor.py:1000] "
+    log = "\n".join(
+        [
+            server + "Traceback (most recent call last):",
+            server + "RuntimeError: CPU Generator does not use offset",
+            "Traceback (most recent call last):",
+            "ray.exceptions.RayTaskError(EngineDeadError): ray::JetRLTaskRunner.run()",
+            "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above).",
+        ]
+    )
+    assert run.last_error(log) == "RuntimeError: CPU Generator does not use offset (vLLM's engine died of it)"
