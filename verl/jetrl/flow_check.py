@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from verl.jetrl.weights import FUSED
+from verl.jetrl.weights import PART_OF
 
 BF16 = "bf16"
 FP8_BLOCK = "fp8 e4m3, w 128x128, x 1x128, fp32 scales"
-_PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 class PrecisionMismatch(RuntimeError):
@@ -54,7 +53,7 @@ def describe_trainer(model: nn.Module) -> list[dict[str, str]]:
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
             continue
         parent, _, last = name.rpartition(".")
-        name = f"{parent}.{_PART_OF[last]}" if last in _PART_OF else name
+        name = f"{parent}.{PART_OF[last][0]}" if last in PART_OF else name
         precision = FP8_BLOCK if isinstance(module, Fp8Linear) else BF16
         if rows.setdefault(name, precision) != precision:
             rows[name] = f"{rows[name]} / {precision}"

@@ -11,7 +11,7 @@ from torch import Tensor
 # The rollout's fused layers and the trainer's layers in them, in row order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EMBEDDING = "model.embed_tokens.weight"
-_PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
+PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
 
 
 def digest(tensors: Tensor | Iterable[Tensor]) -> str:
@@ -37,7 +37,7 @@ def fused_digests(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     for name, tensor in weights:
         layer, _, kind = name.rpartition(".")
         parent, _, last = layer.rpartition(".")
-        group, index = _PART_OF.get(last, (last, 0))
+        group, index = PART_OF.get(last, (last, 0))
         fused = ".".join(filter(None, (parent, group, kind)))
         waiting.setdefault(fused, {})[index] = tensor
         if len(waiting[fused]) == len(FUSED.get(group, (group,))):

@@ -18,7 +18,6 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.jetrl import checkpoints, flow_check, patching, weights
 from verl.jetrl import metric_names as names
 from verl.jetrl.metrics import mismatch
-from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.trainer.worker import JetRLWorker
 
 
@@ -43,10 +42,6 @@ class JetRLTrainer(PPOTrainerSync):
         self._submitted_at = 0.0
         self._updates = 0
         self._prompts: list[int] = []  # indices of the step's prompts in the data set
-
-    @property
-    def flow(self) -> PrecisionFlow:
-        return PrecisionFlow(**self.config.actor_rollout_ref.actor.fsdp_config.precision_flow)
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
