@@ -156,7 +156,7 @@ def test_a_hugging_face_model(model_type):
     for y in (logits, want):
         y.float().square().mean().backward()
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert relative(a.grad, b.grad) < 5e-2, name
+        assert relative(a.grad, b.grad) < 0.1, name  # both backward passes round to BF16 at other places
 
 
 def test_compile():

@@ -3,6 +3,7 @@
 Forward: FlashAttention 3 as vLLM ships it, with one split, because then packed prefill, paged decode and chunked prefill
 give a token the same bits: trainer and rollout run one kernel.  Backward: flash-attn-4's kernel for SM90, which takes
 FlashAttention 3's output and log-sum-exp.  (vLLM's package has no backward, and flash-attn-4's own forward has other bits.)
+Both kernels take any head_dim up to 256 that is a multiple of 8 and groups of any size: SmolLM2's 64 and 3 as well.
 
 Selected with ``model.override_config.attn_implementation=jetrl_fa3`` after :func:`register`; it needs
 ``use_remove_padding=true``, verl's packed (1, T) rows.  Without a GPU use ``jetrl_fp32``
