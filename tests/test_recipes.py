@@ -16,7 +16,7 @@ from verl.jetrl.compose import arms, compose
 from verl.jetrl.config_diff import diff
 from verl.jetrl.run import MAIN_ARMS
 
-RECIPES = ("tiny", "qwen3-8b")
+RECIPES = ("tiny", "qwen3-8b", "smollm2-135m")
 ALL_ARMS = {*MAIN_ARMS, "bf16-train-fp8-rollout-tis"}
 PRECISION = "actor_rollout_ref.actor.fsdp_config.precision_flow.linear"
 MIXED = {"jetrl.mixed_precision", "actor_rollout_ref.rollout.quantization"}

@@ -21,6 +21,7 @@ from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 GB = 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MISSING_DATA = "does not exist"
+MISSING_MODEL = "not made yet"  # a model that the recipe can make
 BYTES_PER_PARAMETER = 12  # FP32 master and two FP32 Adam moments
 
 
@@ -132,6 +133,11 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
     path = Path(config.actor_rollout_ref.model.path).expanduser()
     setting = f"actor_rollout_ref.model.path={path}"
     if not path.is_dir():
+        if config.jetrl.prepare_model and path == Path(config.jetrl.model_dir):
+            script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare_model
+            return None, [
+                f"{setting}: {MISSING_MODEL}. A run makes it once nothing else is missing, as does: {script} --out-dir {path}"
+            ]
         return None, [f"{setting}: no such folder. Download the model and set the path (make recipe-NAME MODEL=/path/to/model)"]
     if not (path / "config.json").is_file():
         return None, [f"{setting}: no config.json in it, so it is not a Hugging Face checkpoint"]

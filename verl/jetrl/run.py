@@ -86,22 +86,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
-    """Problems of all arms, each named once; missing data is made when the recipe has a script for it."""
+    """Problems of all arms, each named once; what is missing is made when the recipe has a script for it: its data, then its
+    model if nothing else stands in the way."""
 
     def all_problems() -> list[str]:
         return list(dict.fromkeys(problem for config in configs.values() for problem in preflight.problems(config)))
 
+    def make(what: str, script: str, out_dir: str, missing: str) -> list[str]:
+        """The problems after the script ran; what the script said stands for those it should have solved."""
+        print(f"making the {what} of recipe {recipe.name} in {out_dir}", flush=True)
+        command = [sys.executable, recipe / script, "--out-dir", out_dir]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode == 0:
+            return all_problems()
+        said = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        return [p for p in found if missing not in p] + [f"{what}: {script} failed: {said}"]
+
     found = all_problems()
-    config = next(iter(configs.values()))
-    if config.jetrl.prepare is None or not any(preflight.MISSING_DATA in problem for problem in found):
-        return found
-    print(f"making the data of recipe {recipe.name} in {config.jetrl.data_dir}")
-    command = [sys.executable, recipe / config.jetrl.prepare, "--out-dir", config.jetrl.data_dir]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode == 0:
-        return all_problems()
-    said = (result.stderr.strip().splitlines() or ["no message"])[-1]
-    return [p for p in found if preflight.MISSING_DATA not in p] + [f"data: {config.jetrl.prepare} failed: {said}"]
+    settings = next(iter(configs.values())).jetrl
+    if settings.prepare and any(preflight.MISSING_DATA in problem for problem in found):
+        found = make("data", settings.prepare, settings.data_dir, preflight.MISSING_DATA)
+    if found and all(preflight.MISSING_MODEL in problem for problem in found):
+        found = make("model", settings.prepare_model, settings.model_dir, preflight.MISSING_MODEL)
+    return found
 
 
 class Arm:
