@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # decoder_cases
 
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
@@ -21,6 +23,28 @@ if not torch.cuda.is_available():
 def root() -> Path:
     """The repository's root."""
     return ROOT
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory):
+    """A device mesh of this process alone."""
+    import torch.distributed as dist
+
+    rendezvous = tmp_path_factory.mktemp("mesh") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A run of its own for weight arenas in shared memory, and the list of those to close."""
+    monkeypatch.setattr("verl.jetrl.arena.run_tmp", lambda run_id: tmp_path / run_id)
+    monkeypatch.setenv("JETRL_RUN", f"test-{os.getpid()}")
+    arenas: list = []
+    yield arenas
+    for arena in arenas:
+        arena.close()
 
 
 def pytest_sessionfinish() -> None:

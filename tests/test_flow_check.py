@@ -5,27 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl.jetrl import flow_check
 from verl.jetrl.flow_check import BF16, FP8_BLOCK, PrecisionMismatch, Row, compare, describe_rollout, describe_trainer
+from verl.jetrl.model.decoder import Decoder, Fp8Linear
 from verl.jetrl.precision import PrecisionFlow
 
 LAYER = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "input_layernorm")
 LAYERS = 3
 
 
-def trainer_model(flow: PrecisionFlow, tied: bool = True) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from verl.jetrl.trainer.engine import install_fp8_linears
-
+def config_of(tied: bool = True) -> PretrainedConfig:
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=LAYERS, tie_word_embeddings=tied, **sizes)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    return AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=LAYERS, tie_word_embeddings=tied, **sizes)
+
+
+def trainer_model(flow: PrecisionFlow, tied: bool = True) -> nn.Module:
+    """The shared decoder, or the Hugging Face model."""
     if flow.fp8:
-        install_fp8_linears(model, flow)
-    return model
+        return Decoder(config_of(tied))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(tied))
 
 
 class Linear(nn.Module):
@@ -66,10 +67,8 @@ def rollout_model(make: callable, lm_head: bool = False) -> nn.Module:
     return model
 
 
-def ours(name: str) -> Linear:
-    from verl.jetrl.rollout.vllm_quant import Fp8LinearMethod
-
-    return Linear(Fp8LinearMethod(), torch.float8_e4m3fn)
+def ours(name: str) -> Fp8Linear:
+    return Fp8Linear([4], 4)
 
 
 def stock(name: str) -> Linear:
@@ -125,8 +124,11 @@ def test_one_layer_left_unquantized_is_refused(odd):
 
 
 def test_one_part_of_a_fused_layer_in_another_precision_is_refused():
-    model = trainer_model(FP8_FLOW)
-    model.model.layers[1].self_attn.k_proj.__class__ = nn.Linear
+    model = trainer_model(BF16_FLOW)
+    for name, layer in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if last.endswith("_proj") and name != "model.layers.1.self_attn.k_proj":
+            setattr(model.get_submodule(parent), last, Fp8Linear([layer.out_features], layer.in_features))
     found = compare(describe_trainer(model), describe_rollout(rollout_model(ours)))
     (different,) = [row for row in found if not row.equal]
     assert different.operator == "model.layers.*.self_attn.qkv_proj" and different.count == 1

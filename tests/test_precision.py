@@ -89,8 +89,8 @@ def setting(checkpoint: Path, tmp_path: Path):
         ({"linear": "fp8", "modules": None}, "must be a list"),
         ({"linear": "fp8", "modules": [1, "q_proj"]}, "unknown layers ['1']"),
         ({"linear": "fp8", "modules": []}, "no layer would run in FP8"),
-        ({"linear": "fp8", "modules": ["q_proj", "k_proj"]}, "all or none of q_proj, k_proj, v_proj"),
-        ({"linear": "fp8", "modules": ["up_proj", "down_proj"]}, "all or none of gate_proj, up_proj"),
+        ({"linear": "fp8", "modules": ["q_proj", "k_proj", "v_proj"]}, "lacks down_proj, gate_proj, o_proj, up_proj:"),
+        ({"linear": "fp8", "modules": [m for m in LINEAR_MODULES if m != "o_proj"]}, "lacks o_proj: the decoder that trainer"),
         ({"linear": "fp8", "modules": ["o_proj", "o_proj"]}, "names a layer twice"),
         ({"exact": True}, "precision_flow.exact=true is not available"),
     ],
@@ -106,8 +106,8 @@ def test_flow_covers_the_linears_of_the_decoder_and_nothing_else():
     assert all(flow.covers(f"model.layers.3.mlp.{name}") for name in LINEAR_MODULES)
     assert not any(flow.covers(name) for name in ("lm_head", "model.embed_tokens", "model.layers.0.q_proj.lora_A", ""))
     assert not PrecisionFlow().covers("model.layers.0.self_attn.q_proj"), "BF16 covers nothing"
-    part = PrecisionFlow(linear="fp8", modules=["down_proj"])
-    assert part.covers("a.down_proj") and not part.covers("a.q_proj")
+    PrecisionFlow(linear="fp8", modules=LINEAR_MODULES[::-1])  # in any order
+    PrecisionFlow(linear="bf16", modules=["down_proj"])  # says nothing in BF16
 
 
 def test_flow_cannot_change_after_it_was_checked():
@@ -149,6 +149,11 @@ BAD = [
     ("bf16", ["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async"),
     ("jetrl", [f"{FP8[:-3]}fp4"], "precision_flow.linear is 'fp4'"),
     ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.modules=[]"], "no layer would run in FP8"),
+    (
+        "jetrl",
+        ["actor_rollout_ref.actor.fsdp_config.precision_flow.modules=[o_proj]"],
+        "precision_flow.modules lacks down_proj",
+    ),
     ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.exact=true"], "precision_flow.exact=true"),
     ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
     ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -233,3 +234,37 @@ async def _send_to_daemon(handle: str, weights) -> None:
     """The receiver stays behind, waiting for a bucket that never comes; it is a daemon thread."""
     receiver = Receiver(lambda h: connect(h, 1), handle)
     await PatientSender(receiver, zmq_handle=handle, bucket_size_mb=1, use_shm=True).async_send_weights(iter(weights))
+
+
+# --- with an arena --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_written_weights_are_handed_over_and_not_sent(monkeypatch, has_server):
+    """One rank tells the server; nobody sends or receives, and verl's own calls stay out of the lease's order."""
+    from verl.jetrl.trainer.engine import WrittenWeights
+
+    handed = []
+
+    async def take_weights(*arguments) -> None:
+        handed.append(arguments)
+
+    one = object.__new__(adapter.JetRLServerAdapter)
+    monkeypatch.setattr(adapter.JetRLServerAdapter, "_ensure_server_handle", lambda self: has_server)
+    one.server_handle = SimpleNamespace(take_weights=SimpleNamespace(remote=take_weights))  # and nothing else
+    asyncio.run(one.update_weights(WrittenWeights(version=5), global_steps=3))
+    assert handed == ([(5, 3)] if has_server else [])
+
+
+def test_a_refused_hand_over_is_raised(monkeypatch):
+    from verl.jetrl.arena import LeaseError
+    from verl.jetrl.trainer.engine import WrittenWeights
+
+    async def take_weights(*arguments) -> None:
+        raise LeaseError("the trainer handed over version 5 of the weights, the arena has 6")
+
+    one = object.__new__(adapter.JetRLServerAdapter)
+    monkeypatch.setattr(adapter.JetRLServerAdapter, "_ensure_server_handle", lambda self: True)
+    one.server_handle = SimpleNamespace(take_weights=SimpleNamespace(remote=take_weights))
+    with pytest.raises(LeaseError, match="the arena has 6"):
+        asyncio.run(one.update_weights(WrittenWeights(version=5), global_steps=3))

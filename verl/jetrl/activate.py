@@ -12,11 +12,15 @@ import verl.jetrl.platform_cpu  # noqa: E402, F401  registers the CPU platform
 
 
 def vllm_plugin() -> None:
-    """Registers the fork's quantization method and, without a GPU, the stock FP8 kernel that vLLM lacks there."""
+    """Registers the fork's model, loader and quantization method; without a GPU also the stock FP8 kernel vLLM lacks there."""
+    from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
     patching.apply_all("vllm")
     import verl.jetrl.rollout.vllm_quant  # noqa: F401
+    from verl.jetrl.rollout import vllm_model
+
+    ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.JetRLForCausalLM)
 
     if current_platform.is_cpu():
         from verl.jetrl.rollout import vllm_cpu

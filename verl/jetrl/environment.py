@@ -34,6 +34,8 @@ _MACHINE = {
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
         # vLLM chooses its model runner by architecture: pinned, so that all arms and models use one.
         "VLLM_USE_V2_MODEL_RUNNER": "1",
+        # DeepGEMM compiles a kernel at its first use, in 3 to 5 seconds: trainer and rollout share what it has compiled.
+        "DG_JIT_CACHE_DIR": str(Path.home() / ".cache" / "vllm" / "deep_gemm"),
     },
 }
 

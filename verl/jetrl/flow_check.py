@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from verl.jetrl.model.decoder import Fp8Linear
 from verl.jetrl.weights import PART_OF
 
 BF16 = "bf16"
@@ -44,10 +45,9 @@ def _row(name: str, precision: str) -> dict[str, str]:
 def describe_trainer(model: nn.Module) -> list[dict[str, str]]:
     """Rows ``{"name", "precision"}`` of the trainer's weight-bearing operators, under the rollout's fused names.
 
-    BF16 means FP32 master weights, computed in BF16 (FSDP2's mixed precision).
+    ``model``: the shared decoder, or a Hugging Face model, where BF16 means FP32 masters computed in BF16 (FSDP2's mixed
+    precision).
     """
-    from verl.jetrl.fp8.linear import Fp8Linear
-
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
@@ -62,14 +62,12 @@ def describe_trainer(model: nn.Module) -> list[dict[str, str]]:
 
 def describe_rollout(model: nn.Module) -> list[dict[str, str]]:
     """Rows ``{"name", "precision"}`` of vLLM's weight-bearing operators."""
-    from verl.jetrl.rollout.vllm_quant import Fp8LinearMethod
-
     rows = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
             continue
-        if isinstance(getattr(module, "quant_method", None), Fp8LinearMethod):
+        if isinstance(module, Fp8Linear):
             precision = FP8_BLOCK
         elif weight.dtype == torch.float8_e4m3fn:
             precision = f"fp8 e4m3, {type(module.quant_method).__name__} of vLLM, quantized again by the rollout"

@@ -40,10 +40,11 @@ class PrecisionFlow(BaseConfig):
         if self.fp8 and not self.modules:
             raise ValueError("precision_flow.linear=fp8 with an empty precision_flow.modules: no layer would run in FP8")
         if self.fp8 and set(self.modules) != set(LINEAR_MODULES):
-            # q, k, v and gate, up are one GEMM in the rollout: they cannot differ in precision there.
-            for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-                if 0 < len(set(fused) & set(self.modules)) < len(fused):
-                    raise ValueError(f"precision_flow.modules must name all or none of {', '.join(fused)}")
+            missing = sorted(set(LINEAR_MODULES) - set(self.modules))
+            raise ValueError(
+                f"precision_flow.modules lacks {', '.join(missing)}: the decoder that trainer and rollout share runs all of "
+                f"{', '.join(LINEAR_MODULES)} in FP8; name them all, or set precision_flow.linear=bf16"
+            )
         if self.exact:
             raise ValueError("precision_flow.exact=true is not available: rollout and trainer still run different attention")
 
@@ -58,9 +59,14 @@ class PrecisionFlow(BaseConfig):
 
 @dataclass
 class JetRLEngineConfig(FSDPEngineConfig):
-    """verl's FSDP engine configuration with the precision of the linear layers."""
+    """verl's FSDP engine configuration with the precision of the linear layers.
+
+    ``resident_transposed``: keep the transposed FP8 weights for the input gradient (one more byte per parameter) instead of
+    making them for each use.
+    """
 
     precision_flow: PrecisionFlow = field(default_factory=PrecisionFlow)
+    resident_transposed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

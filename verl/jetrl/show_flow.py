@@ -2,22 +2,26 @@
 
     python -m verl.jetrl.show_flow recipes/tiny --arms bf16,jetrl
 
-The trainer's tree is built without memory for its weights; the rollout's is a real vLLM engine with dummy weights.  Exits 1
-when an arm's sides differ and the arm does not declare a mixed baseline.
+The trainer's tree is built without memory for its weights; the rollout's is a real vLLM engine with dummy weights, in the
+jetrl arm with an arena of zeros.  Exits 1 when an arm's sides differ and the arm does not declare a mixed baseline.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl.jetrl import flow_check
 from verl.jetrl.compose import RecipeError, arms, compose, machine
-from verl.jetrl.environment import machine_environment
+from verl.jetrl.environment import RUN_ID, machine_environment, run_tmp
 from verl.jetrl.precision import PrecisionFlow
 
 
@@ -26,14 +30,13 @@ def trainer_rows(config: DictConfig) -> list[dict[str, str]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl.jetrl.trainer.engine import install_fp8_linears
+    from verl.jetrl.model.decoder import Decoder
 
+    model_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    if PrecisionFlow(**config.actor_rollout_ref.actor.fsdp_config.precision_flow).fp8:
+        return flow_check.describe_trainer(Decoder(model_config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.actor_rollout_ref.model.path))
-    flow = PrecisionFlow(**config.actor_rollout_ref.actor.fsdp_config.precision_flow)
-    if flow.fp8:
-        install_fp8_linears(model, flow)
-    return flow_check.describe_trainer(model)
+        return flow_check.describe_trainer(AutoModelForCausalLM.from_config(model_config))
 
 
 def rollout_rows(config: DictConfig) -> list[dict[str, str]]:
@@ -42,23 +45,41 @@ def rollout_rows(config: DictConfig) -> list[dict[str, str]]:
     from vllm import LLM
 
     from verl.jetrl.rollout.server import JetRLHttpServer
+    from verl.jetrl.rollout.vllm_model import LOAD_FORMAT
 
     server = JetRLHttpServer.__new__(JetRLHttpServer)
     server.config = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     server.model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     quantization, hf_overrides = server._apply_quantization()
-    engine = LLM(
-        model=server.model_config.local_path,
-        load_format="dummy",
-        dtype=server.config.dtype,
-        quantization=quantization,
-        hf_overrides=hf_overrides,
-        enforce_eager=True,
-        max_model_len=server.config.max_model_len,
-        gpu_memory_utilization=server.config.gpu_memory_utilization,
-        worker_extension_cls=server._get_worker_extension_cls(),
-    )
-    return engine.collective_rpc("jetrl_describe_precision")[0]
+    with _arena(server.model_config.local_path) if server.flow.fp8 else nullcontext():
+        engine = LLM(
+            model=server.model_config.local_path,
+            load_format=LOAD_FORMAT if server.flow.fp8 else "dummy",
+            dtype=server.config.dtype,
+            quantization=quantization,
+            hf_overrides=hf_overrides,
+            enforce_eager=True,
+            max_model_len=server.config.max_model_len,
+            gpu_memory_utilization=server.config.gpu_memory_utilization,
+            worker_extension_cls=server._get_worker_extension_cls(),
+        )
+        return engine.collective_rpc("jetrl_describe_precision")[0]
+
+
+@contextmanager
+def _arena(path: str) -> Iterator[None]:
+    """An arena of zeros, in the trainer's place."""
+    import torch
+    from transformers import AutoConfig
+
+    from verl.jetrl.arena import Arena, layout_of
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    arena = Arena.create(layout_of(AutoConfig.from_pretrained(path)), device, rank=0)
+    try:
+        yield
+    finally:
+        arena.close()
 
 
 def main() -> int:
@@ -69,7 +90,9 @@ def main() -> int:
     parser.add_argument("--arms", help="comma-separated arms (default: all)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
     args = parser.parse_intermixed_args()
-    os.environ.update({**machine_environment(machine()), **os.environ})
+    run_id = f"flow-{os.getpid()}"
+    os.environ.update({**machine_environment(machine()), **os.environ, RUN_ID: run_id})
+    atexit.register(shutil.rmtree, run_tmp(run_id), ignore_errors=True)
     code = 0
     try:
         chosen = args.arms.split(",") if args.arms else arms(args.recipe)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from verl.jetrl.checksum import checksum
+
 # The rollout's fused layers and the trainer's layers in them, in row order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EMBEDDING = "model.embed_tokens.weight"
@@ -15,9 +17,16 @@ PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enu
 
 
 def digest(tensors: Tensor | Iterable[Tensor]) -> str:
-    """SHA-256 of one tensor, or of tensors stacked by rows: their bytes in order, total shape and dtype."""
+    """Hash of one tensor, or of tensors stacked by rows: their bytes in order, total shape and dtype.
+
+    SHA-256 of bytes in host memory; bytes on a GPU are hashed there (:mod:`verl.jetrl.checksum`).
+    """
     parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    if parts[0].is_cuda:
+        stacked = parts[0].detach().contiguous() if len(parts) == 1 else torch.cat([p.view(torch.uint8) for p in parts])
+        if stacked.nbytes % 4 == 0:
+            return f"{shape} {parts[0].dtype} {checksum(stacked).item():016x}"
     sha = hashlib.sha256(f"{shape} {parts[0].dtype}".encode())
     for part in parts:
         data = part.detach().contiguous().cpu().reshape(-1)

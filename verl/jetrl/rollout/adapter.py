@@ -15,6 +15,8 @@ from torch import Tensor
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from verl.jetrl.trainer.engine import WrittenWeights
+
 POLL_MS = 500
 # Longest silence of a receiver during a weight update, in seconds.
 DEADLINE_S = float(os.environ.get("JETRL_WEIGHT_SYNC_DEADLINE_S", "45"))
@@ -85,12 +87,19 @@ class PatientSender(BucketedWeightSender):
 
 
 class JetRLServerAdapter(ServerAdapter):
-    """verl's adapter.  The receiver's exception, or its silence, ends a weight update."""
+    """verl's adapter.  The receiver's exception, or its silence, ends a weight update; with an arena nothing is sent."""
 
     @torch.no_grad()
     async def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None, **kwargs: Any
+        self,
+        weights: Iterable[tuple[str, Tensor]] | WrittenWeights,
+        global_steps: int | None = None,
+        **kwargs: Any,
     ) -> None:
+        if isinstance(weights, WrittenWeights):
+            if self._ensure_server_handle():
+                await self.server_handle.take_weights.remote(weights.version, global_steps)
+            return
         receiver = await self._execute_method(
             "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm}
         )

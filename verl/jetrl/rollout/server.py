@@ -1,15 +1,23 @@
-"""verl's vLLM server and replica, with the fork's quantization and checks."""
+"""verl's vLLM server and replica, with the shared decoder on the weight arena, its lease, and the fork's checks."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from typing import Any
 
 import ray
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-import verl.jetrl.rollout.vllm_quant as vllm_quant
 from verl.jetrl import patching
+from verl.jetrl.arena import ENGINE, TRAINER, Control, LeaseError, control_of
 from verl.jetrl.precision import PrecisionFlow
+from verl.jetrl.rollout import vllm_model, vllm_quant
+
+# How long running requests may take to end once the trainer asks for the weights, in seconds.
+DRAIN_S = float(os.environ.get("JETRL_DRAIN_DEADLINE_S", "60"))
 
 
 class JetRLHttpServer(vLLMHttpServer):
@@ -18,6 +26,8 @@ class JetRLHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patching.require_active("verl")
         super().__init__(*args, **kwargs)
+        self._control: Control | None = None
+        self._running = 0
 
     @property
     def flow(self) -> PrecisionFlow:
@@ -31,8 +41,67 @@ class JetRLHttpServer(vLLMHttpServer):
                 f"rollout.quantization={self.config.quantization} and precision_flow.linear=fp8 exclude each other: the "
                 "rollout derives its precision from the trainer's. Remove actor_rollout_ref.rollout.quantization."
             )
-        flow = {"linear": self.flow.linear, "modules": list(self.flow.modules)}
-        return vllm_quant.METHOD, {"quantization_config": {"quant_method": vllm_quant.METHOD, "precision_flow": flow}}
+        return vllm_quant.METHOD, {
+            "architectures": [vllm_model.ARCHITECTURE],
+            "quantization_config": {"quant_method": vllm_quant.METHOD},
+        }
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        if self.flow.fp8:
+            engine_kwargs["load_format"] = vllm_model.LOAD_FORMAT
+
+    # --- the lease on the weights ---------------------------------------------------------------------------------
+
+    @property
+    def control(self) -> Control | None:
+        """The arena's control block; None in the arms without an arena."""
+        if self._control is None and self.flow.fp8:
+            self._control = control_of(self.replica_rank)
+        return self._control
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """verl's; with an arena only while the engine holds the weights, and from one version of them."""
+        control = self.control
+        if control is None:
+            return await super().generate(*args, **kwargs)
+        control.require(ENGINE, "a request")
+        version = control.version
+        self._running += 1
+        try:
+            output = await super().generate(*args, **kwargs)
+        finally:
+            self._running -= 1
+        if control.version != version:
+            raise LeaseError(f"the weights changed from version {version} to {control.version} under a running request")
+        return output
+
+    async def take_weights(self, version: int, global_steps: int | None) -> None:
+        """The trainer hands over the weights it wrote: caches of the old ones go, and requests are served again."""
+        if self.control.version != version:
+            raise LeaseError(f"the trainer handed over version {version} of the weights, the arena has {self.control.version}")
+        await self.clear_kv_cache()
+        if global_steps is not None:
+            await self.set_global_steps(global_steps)
+        if self.control.holder == TRAINER:
+            self.control.hand_over(ENGINE)
+
+    async def sleep(self) -> None:
+        """verl's, called before training; running requests are waited for, then the trainer has the weights."""
+        control = self.control
+        if control is not None and control.holder == ENGINE:
+            started = time.monotonic()
+            while self._running:
+                if time.monotonic() - started > DRAIN_S:
+                    raise LeaseError(
+                        f"{self._running} requests still run {DRAIN_S:.0f} s after the trainer asked for the weights "
+                        "(JETRL_DRAIN_DEADLINE_S sets the limit)"
+                    )
+                await asyncio.sleep(0.005)
+            control.hand_over(TRAINER)
+        await super().sleep()
+
+    # --- checks ---------------------------------------------------------------------------------------------------
 
     def _get_worker_extension_cls(self) -> str:
         return "verl.jetrl.rollout.worker_extension.JetRLWorkerExtension"

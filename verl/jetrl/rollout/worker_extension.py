@@ -6,11 +6,8 @@ import os
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-from vllm.platforms import current_platform
 
 from verl.jetrl import patching
-from verl.jetrl.rollout.shared_operators import share_operators
-from verl.jetrl.rollout.vllm_quant import JetRLFp8Config
 from verl.jetrl.weights import digest
 
 
@@ -21,13 +18,6 @@ class JetRLWorkerExtension(vLLMColocateWorkerExtension):
         # vLLM swallows plugin errors: here, in the worker itself, a missing patch is an error.
         patching.require_active("vllm")
         return super().__new__(cls, **kwargs)
-
-    def monkey_patch_model(self, *args: Any, **kwargs: Any) -> None:
-        """verl's hook after the model is loaded: masks the vocabulary; the jetrl arm's operators are shared here too."""
-        super().monkey_patch_model(*args, **kwargs)
-        config = self.model_runner.vllm_config
-        if isinstance(config.quant_config, JetRLFp8Config) and current_platform.is_cpu():
-            share_operators(self.model_runner.model, config.model_config.hf_config)
 
     def jetrl_patches(self) -> dict[str, str]:
         """State of every vLLM patch in this worker process."""

@@ -1,65 +1,38 @@
 """verl's FSDP2 engine with FP8 linear layers, selected by ``fsdp_config.precision_flow``.
 
-With ``precision_flow.linear=bf16`` it is verl's engine unchanged, so all arms of a recipe run through one class.
+With ``precision_flow.linear=bf16`` it is verl's engine unchanged, so all arms of a recipe run through one class.  With
+``fp8`` the model computes with the shared decoder on the weight arena; the parameters are its FP32 masters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl.jetrl.fp8 import ops
-from verl.jetrl.fp8.linear import Fp8Linear
-from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
-from verl.jetrl.trainer import attention
+from verl.jetrl.arena import SCALE, Arena, layout_of
+from verl.jetrl.model.decoder import Decoder
+from verl.jetrl.precision import PrecisionFlow
+from verl.jetrl.trainer import attention, flash
+from verl.jetrl.trainer.decoder import share_decoder
+from verl.jetrl.trainer.masters import Masters, shard_parameters
 from verl.jetrl.vocabulary import mask_padding, padding_mass
-
-SCALE_SUFFIX = "_scale_inv"
-
-
-def install_fp8_linears(module: nn.Module, flow: PrecisionFlow) -> int:
-    """Turns the linear layers that ``flow`` covers into :class:`Fp8Linear`, in place; returns how many.
-
-    Parameters, their names and dtypes stay, so FSDP2, optimizer and checkpoints see an ordinary model.
-    """
-    model_type = getattr(module.config, "model_type", None)
-    if model_type not in SUPPORTED_MODELS:
-        raise ValueError(
-            f"precision_flow.linear=fp8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is "
-            f"{model_type!r}. Use the bf16 arm, or set precision_flow.linear=bf16."
-        )
-    count = 0
-    for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and flow.covers(name):
-            layer.__class__ = Fp8Linear
-            count += 1
-    expected = module.config.num_hidden_layers * len(flow.modules)
-    if count != expected:
-        raise RuntimeError(f"{count} linear layers became FP8 where {expected} were expected: the FP8 path is incomplete")
-    return count
+from verl.jetrl.weights import digest, fused_digests
 
 
-def quantized_stream(params: Iterator[tuple[str, Tensor]], flow: PrecisionFlow) -> Iterator[tuple[str, Tensor]]:
-    """The weight stream to the rollout: FP8 bytes and scales of covered layers, BF16 of the rest.
+@dataclass(frozen=True)
+class WrittenWeights:
+    """What the FP8 engine hands to the rollout instead of a stream of tensors: the arena's version."""
 
-    The weight is rounded to BF16 first and quantized by the quantizer that the trainer's own forward uses: the rollout
-    receives the very bytes that the trainer multiplies with.
-    """
-    for name, weight in params:
-        layer, _, kind = name.rpartition(".")
-        weight = weight.to(torch.bfloat16)
-        if kind == "weight" and flow.covers(layer):
-            q, s = ops.quantize_blocks(weight)
-            yield name, q
-            yield name + SCALE_SUFFIX, s
-        else:
-            yield name, weight
+    version: int
 
 
 class JetRLEngine(FSDPEngineWithLMHead):
@@ -74,8 +47,59 @@ class JetRLEngine(FSDPEngineWithLMHead):
             raise ValueError("precision_flow.linear=fp8 does not support LoRA: set actor_rollout_ref.model.lora_rank=0")
         module = super()._build_module()
         if self.flow.fp8:
-            install_fp8_linears(module, self.flow)
+            self.decoder = Decoder(module.config)
+            share_decoder(module, self.decoder)
         return module
+
+    def _build_fsdp_module(self, module):
+        if not self.flow.fp8:
+            return super()._build_fsdp_module(module)
+        config = self.engine_config
+        unsupported = {
+            "param_offload": config.param_offload,
+            "optimizer_offload": config.optimizer_offload,
+            "offload_policy": config.offload_policy,
+        }
+        on = [name for name, value in unsupported.items() if value]
+        if on and not config.forward_only:
+            raise ValueError(f"precision_flow.linear=fp8 does not support fsdp_config.{', '.join(on)}: set to false")
+        self._is_offload_param = self._is_offload_optimizer = False
+        self._autocast_dtype, self.scaler = torch.bfloat16, None
+        device = torch.device(get_device_name(), get_device_id()) if get_device_name() != "cpu" else torch.device("cpu")
+        shard_parameters(module, self.device_mesh, device)
+        # FSDP2 manages nothing here; the wrapper is what verl's clipping and checkpoints look for.
+        fully_shard(module, mesh=self.device_mesh, ignored_params=set(module.parameters()))
+        layout = layout_of(module.config)
+        if config.forward_only:
+            arena = Arena.private(layout, device)
+        else:
+            arena = Arena.create(layout, device, self.rank)
+        self.decoder.bind(arena)
+        self.masters = Masters(module, self.decoder, arena, config.resident_transposed)
+        self.masters.write()
+        return module
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def optimizer_zero_grad(self):
+        if not self.flow.fp8:
+            return super().optimizer_zero_grad()
+        self.masters.zero_grad()
+
+    def optimizer_step(self):
+        if not self.flow.fp8:
+            return super().optimizer_step()
+        self.masters.assign_grads()
+        grad_norm = super().optimizer_step()
+        self.masters.write()
+        return grad_norm
+
+    def load_checkpoint(self, *args, **kwargs):
+        super().load_checkpoint(*args, **kwargs)
+        if self.flow.fp8:
+            self.masters.write()
+
+    # --- log-probs ------------------------------------------------------------------------------------------------
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         """Log-probs of the micro-batch; the FP8 arm masks the vocabulary's padding as the rollout does.
@@ -106,27 +130,45 @@ class JetRLEngine(FSDPEngineWithLMHead):
         self._padding = (0.0, 0)
         return total / max(tokens, 1)
 
+    # --- what the rollout holds -----------------------------------------------------------------------------------
+
     def get_per_tensor_param(self, **kwargs):
-        params, peft_config = super().get_per_tensor_param(**kwargs)
         if not self.flow.fp8:
-            return params, peft_config
-        return quantized_stream(params, self.flow), peft_config
+            return super().get_per_tensor_param(**kwargs)
+        return WrittenWeights(self.masters.arena.control.version), None
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight as the rollout must hold it: FP8 bytes and scales, or BF16."""
-        params, _ = super().get_per_tensor_param()
-        return quantized_stream(params, self.flow)
+        """Every weight as the rollout must hold it, from the masters: FP8 bytes and scales under the arena's fused names, or
+        BF16 under the model's."""
+        if not self.flow.fp8:
+            params, _ = super().get_per_tensor_param()
+            yield from ((name, weight.to(torch.bfloat16)) for name, weight in params)
+            return
+        for entry in self.masters.arena.layout.entries:
+            if not entry.parts or entry.name.endswith(SCALE):
+                continue
+            parts = list(self.masters.quantized(entry))
+            yield entry.name, torch.cat([values.view(torch.uint8) for values, _ in parts]).view(entry.dtype)
+            if parts[0][1] is not None:
+                yield f"{entry.name.rpartition('.')[0]}.{SCALE}", torch.cat([s for _, s in parts])
+
+    def weight_digests(self) -> dict[str, str]:
+        """Hash of every tensor as the rollout must hold it, under the rollout's names."""
+        if not self.flow.fp8:
+            return fused_digests(self.rollout_weights())
+        return {name: digest(tensor) for name, tensor in self.rollout_weights()}
 
     def describe_precision(self) -> list[dict[str, str]]:
         """One row per weight-bearing operator of the trainer's module tree, see :mod:`verl.jetrl.flow_check`."""
         from verl.jetrl.flow_check import describe_trainer
 
-        return describe_trainer(self.module)
+        return describe_trainer(self.decoder if self.flow.fp8 else self.module)
 
 
 def register() -> None:
     """Makes verl pick this engine for ``strategy=fsdp2`` on the CPU and on NVIDIA GPUs."""
     attention.register()
+    flash.register()
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     for key in ("cpu", ("cuda", "nvidia")):
         registered[key] = JetRLEngine

@@ -14,7 +14,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 import verl.jetrl.trainer.losses  # noqa: F401  registers the policy loss
 from verl.jetrl import patching
 from verl.jetrl.trainer import engine
-from verl.jetrl.weights import combined, digest, fused_digests
+from verl.jetrl.weights import combined, digest
 
 engine.register()
 _ROLLOUT_REGISTRY[("vllm", "async")] = "verl.jetrl.rollout.adapter.JetRLServerAdapter"
@@ -44,8 +44,8 @@ class JetRLWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def jetrl_weight_digests(self) -> dict[str, str]:
-        """SHA-256 of every tensor as the rollout must hold it, under the rollout's names."""
-        return fused_digests(self.actor.engine.rollout_weights())
+        """Hash of every tensor as the rollout must hold it, under the rollout's names."""
+        return self.actor.engine.weight_digests()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def jetrl_state_digests(self) -> dict[str, str]:
@@ -53,7 +53,7 @@ class JetRLWorker(ActorRolloutRefWorker):
         optimizer = self.actor.engine.optimizer
         state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return {
-            "weights": combined(fused_digests(self.actor.engine.rollout_weights()).values()),
+            "weights": combined(self.actor.engine.weight_digests().values()),
             "optimizer": combined(digest(getattr(v, "_local_tensor", v).reshape(-1)) for v in state),
             "rng": digest(torch.get_rng_state()),
         }

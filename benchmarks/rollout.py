@@ -1,0 +1,337 @@
+"""Rollout speed, weight update and mismatch of the three arms, engine by engine, in one run on one Hopper GPU.
+
+    python -m benchmarks.rollout                       # Qwen3-8B shapes, random weights -> rollout, sync, mismatch .json
+    python -m benchmarks.rollout --layers 2 --quick    # checks the script itself
+
+This process plays the trainer: it holds FP32 masters, under FSDP2 for the stock arms and behind the weight arena for
+jetrl, and no optimizer states.  Each engine runs in a process of its own, with the same KV cache, batch limits, CUDA-graph
+sizes and sleep mode.  Stock weight updates go through verl's own export, bucketed CUDA IPC and (FP8) re-quantization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import types
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GB = 2**30
+SHAPES = dict(
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=151936, tie_word_embeddings=False, max_position_embeddings=40960,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+CASES = {"64": (64, 256, 512), "256": (256, 256, 512), "2k": (64, 2048, 2048)}
+ARMS = ("bf16", "stock_fp8", "jetrl")
+NOTES = {
+    "engines": "vLLM with torch.compile, full and piecewise CUDA graphs, no prefix cache; the same KV-cache bytes for all.",
+    "stock_fp8": "vLLM's block FP8 (128x128, FP32 scales: VLLM_USE_DEEP_GEMM_E8M0=0) with its DeepGEMM kernels.",
+    "publish_seconds": "from the end of optimizer.step, device synchronized, until the engine's weights are the new ones and "
+    "both sides' version says so. Stock: export, transfer, re-quantization (for FP8).",
+    "ready_seconds": "the same start, until the engine can schedule a request: wake-up of weights and KV cache included.",
+    "weight_bytes_vs_one_copy": "FP8 and BF16 weight bytes that trainer and engine hold on the GPU, the largest transposed "
+    "layer's scratch included, over one FP8 copy with scales plus the BF16 rest.",
+    "mismatch": "mean |log p(rollout) - log p(trainer)| of the sampled tokens, same weights, no update in between; trainers "
+    "use the same FlashAttention; FP32 log-softmax.",
+}
+
+
+class Trainer:
+    """FP32 masters of random weights; first as verl's FSDP2 trainer has them, then behind an arena."""
+
+    def __init__(self, layers: int, folder: Path) -> None:
+        from verl.jetrl.trainer import flash
+
+        flash.register()
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **SHAPES)
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.dtype = torch.bfloat16
+        config.eos_token_id = config.bos_token_id = None
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        self.mesh = init_device_mesh("cuda", (1,))
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            self.module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="jetrl_fa3")
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():  # norms of ones hide a lost weight
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+        for layer in self.module.model.layers:
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(self.module, mesh=self.mesh, mp_policy=policy)
+        self.masters: Any = None
+
+    def share(self) -> None:
+        """The same masters behind the shared decoder and an arena."""
+        from verl.jetrl.arena import Arena, layout_of
+        from verl.jetrl.model.decoder import Decoder
+        from verl.jetrl.trainer.decoder import share_decoder
+        from verl.jetrl.trainer.masters import Masters
+
+        values = dict(self.module.named_parameters())
+        config = self.module.config
+        del self.module
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="jetrl_fa3")
+        for name, value in values.items():
+            owner, _, kind = name.rpartition(".")
+            setattr(module.get_submodule(owner), kind, value)
+        decoder = Decoder(module.config)
+        share_decoder(module, decoder)
+        self.module = module
+        gc.collect()
+        torch.cuda.empty_cache()
+        layout = layout_of(module.config)
+        arena = Arena.create(layout, torch.device("cuda", 0), 0)
+        decoder.bind(arena)
+        self.masters = Masters(module, decoder, arena)
+        self.masters.write()
+
+    def export(self):
+        """verl's stream of weights for the rollout, by verl's own code."""
+        from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+        lora = types.SimpleNamespace(get=lambda key, default=None: default)
+        stub = types.SimpleNamespace(
+            module=self.module,
+            _uses_fsdp2_cpu_offload_policy=False,
+            _is_offload_param=False,
+            _qat_enabled=False,
+            model_config=types.SimpleNamespace(lora=lora, hf_config=self.module.config),
+            engine_config=types.SimpleNamespace(mixed_precision=None),
+        )
+        return FSDPEngine.get_per_tensor_param(stub, base_sync_done=True)[0]
+
+    @torch.no_grad()
+    def log_probs(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+        """FP32 log-probs of the responses, one packed sequence per response."""
+        self.module.eval()
+        out = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            ids = torch.tensor([prompt + response], device="cuda")
+            positions = torch.arange(ids.shape[1], device="cuda")[None]
+            logits = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            picked = torch.log_softmax(logits, -1).gather(-1, torch.tensor(response, device="cuda")[:, None])
+            out.append(picked[:, 0].tolist())
+        return out
+
+
+def send_stock(trainer: Trainer, engine: Engine) -> float:
+    """Seconds of verl's own weight update; the engine's weights are awake."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.call("receive")
+    asyncio.run(BucketedWeightSender(zmq_handle=ZMQ_HANDLE, bucket_size_mb=2048).async_send_weights(trainer.export()))
+    engine.result()
+    return time.perf_counter() - started
+
+
+def update_stock(trainer: Trainer, engine: Engine) -> tuple[float, float]:
+    """(publish, ready) seconds, from a sleeping engine to one that can serve."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    started = time.perf_counter()
+    engine("wake", ["weights"])
+    publish = send_stock(trainer, engine)
+    torch.cuda.empty_cache()
+    engine("wake", ["kv_cache"])
+    return publish, time.perf_counter() - started
+
+
+def update_jetrl(trainer: Trainer, engine: Engine, hashed: bool) -> tuple[float, float]:
+    """(publish, ready) seconds; ``hashed``: both sides also hash every tensor and compare."""
+    from verl.jetrl.arena import ENGINE, TRAINER
+
+    control = trainer.masters.arena.control
+    torch.cuda.synchronize()
+    if control.holder == ENGINE:
+        control.hand_over(TRAINER)
+    started = time.perf_counter()
+    trainer.masters.write()
+    if hashed:
+        engine.call("rpc", "jetrl_weight_digests")
+        mine = digests(trainer)
+        theirs = engine.result()
+        different = [name for name in mine if mine[name] != theirs.get(name)]
+        if different or len(mine) != len(theirs):
+            raise RuntimeError(f"the engine's weights are not the trainer's: {different[:3]}")
+    control.hand_over(ENGINE)
+    publish = time.perf_counter() - started
+    engine("wake", ["weights"])
+    engine("wake", ["kv_cache"])
+    return publish, time.perf_counter() - started
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    """Hashes of what the masters round to, under the engine's names."""
+    from verl.jetrl.trainer.engine import JetRLEngine
+    from verl.jetrl.weights import digest
+
+    stub = types.SimpleNamespace(masters=trainer.masters, flow=types.SimpleNamespace(fp8=True))
+    return {name: digest(tensor) for name, tensor in JetRLEngine.rollout_weights(stub)}
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 150000, (count, length), generator=generator).tolist()
+
+
+def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:
+    """|delta log p| of responses of 1K tokens (or 64)."""
+    count, tokens = (4, 64) if quick else (16, 1024)
+    asked = prompts(count, 128, 7)
+    _, ids, theirs = engine("generate", asked, tokens, True)
+    mine = trainer.log_probs(asked, ids)
+    delta = (torch.tensor(theirs, dtype=torch.float64) - torch.tensor(mine, dtype=torch.float64)).abs()
+    return {
+        "mean": delta.mean().item(),
+        "max": delta.max().item(),
+        "by_response": delta.mean(1).tolist(),
+        "tokens": delta.numel(),
+    }
+
+
+def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples: dict) -> None:
+    """All measurements of one engine, into ``samples``."""
+    begun = time.perf_counter()
+    engine = Engine(arm, settings, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    samples["start_seconds"][arm] = time.perf_counter() - begun
+    repeats = 1 if quick else 3
+    engine("sleep")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for index in range(repeats):
+        if index:
+            engine("sleep")
+        update = update_jetrl(trainer, engine, False) if arm == "jetrl" else update_stock(trainer, engine)
+        samples["update"].setdefault(arm, []).append(update)
+    samples["update_extra_bytes"][arm] = torch.cuda.max_memory_allocated() - before
+    if arm == "jetrl":
+        for _ in range(repeats):
+            engine("sleep")
+            samples["update"].setdefault("jetrl_hashed", []).append(update_jetrl(trainer, engine, True))
+    samples["mismatch"][arm] = mismatch(trainer, engine, quick)
+    for case, (count, length, tokens) in CASES.items():
+        if quick:
+            length, tokens = length // 8, tokens // 16
+        for run in range(1 if quick or case == "2k" else 2):  # one warm-up, but for the long case: kernels are warm by then
+            seconds, ids, _ = engine("generate", prompts(count, length, run), tokens, False)
+            made = sum(map(len, ids))
+            samples["rollout"].setdefault(arm, {}).setdefault(case, []).append({"seconds": seconds, "tokens": made})
+            print(f"{arm:10} {case:4} {made / seconds:9.0f} tokens/s", flush=True)
+    engine.close()
+    print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def rate(samples: dict, arm: str, case: str) -> float:
+    """Tokens per second of the last run of a case."""
+    last = samples["rollout"][arm][case][-1]
+    return last["tokens"] / last["seconds"]
+
+
+def weight_bytes(trainer: Trainer, samples: dict) -> dict[str, int]:
+    """Bytes of weights on the GPU, read from the allocator."""
+    layout = trainer.masters.arena.layout
+    masters = sum(p.to_local().nbytes for p in {id(p): p for p in trainer.masters.parameters.values()}.values())
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - masters
+    largest = max((part for linear in trainer.masters.decoder.linears() for part in linear.parts), key=lambda p: p.q.nbytes)
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    from verl.jetrl.fp8 import ops
+
+    scratch = ops.with_transposed(largest).q_t
+    peak = torch.cuda.max_memory_allocated() - base
+    del scratch
+    return {"one_copy": layout.bytes_of("fp8") + layout.bytes_of("bf16"), "held": held, "scratch": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--quick", action="store_true", help="short prompts and few repeats: checks the script itself")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    os.environ.setdefault("JETRL_RUN", f"bench-{os.getpid()}")
+    os.environ["VERL_REPLICA_RANK"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path.home() / ".cache/vllm/deep_gemm"))
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = Settings(model=Path("/tmp/jetrl-bench-model"), kv_bytes=(4 if args.quick else 38) * GB, max_model_len=4352)
+    samples: dict[str, Any] = {k: {} for k in ("start_seconds", "update", "update_extra_bytes", "mismatch", "rollout")}
+    trainer = Trainer(args.layers, settings.model)
+    for arm in args.arms.split(","):
+        if arm == "jetrl":
+            trainer.share()
+            samples["weight_bytes"] = weight_bytes(trainer, samples)
+        measure(arm, trainer, settings, args.quick, samples)
+        (args.out / "rollout_samples.json").write_text(json.dumps(samples))
+    if trainer.masters is not None:
+        trainer.masters.arena.close()
+    write(args, samples)
+
+
+def write(args: argparse.Namespace, samples: dict) -> None:
+    """The three result files and their table."""
+    common = {
+        "command": " ".join(["python -m benchmarks.rollout", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(0),
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
+        "notes": NOTES,
+        "shapes": SHAPES | {"num_hidden_layers": args.layers},
+    }
+    have = [arm for arm in ARMS if arm in samples["rollout"]]
+    rollout = {f"tokens_per_s_{arm}_{case}": rate(samples, arm, case) for arm in have for case in CASES}
+    sync: dict[str, float] = {}
+    gap = {f"mean_abs_dlogp_{'mixed' if arm == 'stock_fp8' else arm}": samples["mismatch"][arm]["mean"] for arm in have}
+    if "jetrl" in have:
+        for other, name in (("bf16", "vs_bf16"), ("stock_fp8", "vs_stock_fp8")):
+            if other in have:
+                rollout |= {f"{name}_{case}": rate(samples, "jetrl", case) / rate(samples, other, case) for case in CASES}
+        median = lambda arm, i: statistics.median(u[i] for u in samples["update"][arm])  # noqa: E731
+        sync = {"publish_seconds": median("jetrl_hashed", 0), "publish_seconds_without_hash": median("jetrl", 0)}
+        sync["ready_seconds"] = median("jetrl_hashed", 1)
+        for other in [arm for arm in have if arm != "jetrl"]:
+            sync |= {
+                f"publish_vs_{other}": median(other, 0) / sync["publish_seconds"],
+                f"publish_seconds_{other}": median(other, 0),
+            }
+            sync |= {f"ready_vs_{other}": median(other, 1) / sync["ready_seconds"], f"ready_seconds_{other}": median(other, 1)}
+        held = samples["weight_bytes"]
+        sync["weight_bytes_vs_one_copy"] = (held["held"] + held["scratch"]) / held["one_copy"]
+    for name, figures, keys in (
+        ("rollout", rollout, ("rollout", "start_seconds")),
+        ("sync", sync, ("update", "update_extra_bytes", "weight_bytes")),
+        ("mismatch", gap, ("mismatch",)),
+    ):
+        result = common | {"samples": {k: samples.get(k) for k in keys}, "figures": figures}
+        (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""The weight arena: one allocation per GPU that holds the policy's weights, for the trainer and for vLLM.
+
+The trainer's process makes it and writes it; vLLM's worker on the same GPU maps it (CUDA IPC; POSIX shared memory where
+there is no GPU).  A weight update is a write in place: nothing is sent, and addresses never change, so that captured
+CUDA graphs stay valid.
+
+What it holds, under vLLM's fused names (:func:`layout_of`):
+
+==============================  ============================================================================
+entry                           bytes
+==============================  ============================================================================
+``*_proj.weight``               float8_e4m3fn (N, K); q, k, v and gate, up one below the other
+``*_proj.weight_scale_inv``     float32, the 128x128 block scales of the parts one below the other
+norms, biases, embedding, head  bfloat16; no head where it is tied to the embedding
+``rope.table``                  float32 (positions, head_dim): cosines, then sines
+==============================  ============================================================================
+
+Beside it lies a small control block in shared memory: the version of the weights, and the *lease*, which says who may
+use them.  The engine holds the lease while it generates, the trainer while it trains; each side checks before it acts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import PretrainedConfig
+
+from verl.jetrl.environment import RUN_ID, run_tmp
+from verl.jetrl.fp8.format import BLOCK, FP8, Quantized, groups
+from verl.jetrl.weights import FUSED
+
+ALIGN = 256  # bytes; TMA wants 16, cuBLASLt 256 for its fastest kernels
+ROPE = "rope.table"
+SCALE = "weight_scale_inv"
+TRAINER, ENGINE = 0, 1
+HOLDERS = {TRAINER: "trainer", ENGINE: "engine"}
+_MAGIC = 0x4A65_7452_4C31  # "JetRL1"
+_WORDS = ("magic", "version", "holder", "trainer_pid")
+
+
+class ArenaError(RuntimeError):
+    """The arena cannot be made or mapped, or does not hold what the reader expects."""
+
+
+class LeaseError(RuntimeError):
+    """One side used the weights while the other side held them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor.  ``parts``: the trainer's parameters in it and their rows, in order, or () for the RoPE table."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies; the same on both sides, made from the model's configuration alone."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        last = self.entries[-1]
+        return last.offset + last.nbytes
+
+    @property
+    def digest(self) -> str:
+        """Hash of all names, types, shapes and offsets."""
+        return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def _by_name(self) -> dict[str, Entry]:
+        if "_names" not in self.__dict__:
+            object.__setattr__(self, "_names", {entry.name: entry for entry in self.entries})
+        return self.__dict__["_names"]
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of the ``"fp8"`` weights with their scales, or of the ``"bf16"`` tensors (the RoPE table counted there)."""
+        fp8 = sum(e.nbytes for e in self.entries if e.dtype == FP8 or e.name.endswith(SCALE))
+        return fp8 if kind == "fp8" else sum(e.nbytes for e in self.entries) - fp8
+
+
+def layout_of(config: PretrainedConfig) -> Layout:
+    """The layout for a Qwen3, Qwen2.5 or Llama configuration whose linear layers are all FP8."""
+    H, V, I = config.hidden_size, config.vocab_size, config.intermediate_size
+    D = head_dim(config)
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    qkv_bias, o_bias = biases(config)
+    specs: list[tuple[str, torch.dtype, tuple[int, ...], tuple[tuple[str, int], ...]]] = []
+
+    def bf16(name: str, *shape: int, parts: tuple[tuple[str, int], ...] = ()) -> None:
+        specs.append((name, torch.bfloat16, shape, parts or ((name, shape[0]),)))
+
+    def linear(prefix: str, fused: str, rows: tuple[int, ...], K: int, bias: bool) -> None:
+        names = [f"{prefix}.{part}" for part in FUSED.get(fused, (fused,))]
+        of = lambda kind: tuple((f"{name}.{kind}", n) for name, n in zip(names, rows, strict=True))  # noqa: E731
+        specs.append((f"{prefix}.{fused}.weight", FP8, (sum(rows), K), of("weight")))
+        blocks = tuple(groups(n) for n in rows)
+        scale_parts = tuple((f"{name}.{SCALE}", n) for name, n in zip(names, blocks, strict=True))
+        specs.append((f"{prefix}.{fused}.{SCALE}", torch.float32, (sum(blocks), groups(K)), scale_parts))
+        if bias:
+            bf16(f"{prefix}.{fused}.bias", sum(rows), parts=of("bias"))
+
+    bf16("model.embed_tokens.weight", V, H)
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        bf16(f"{layer}.input_layernorm.weight", H)
+        linear(f"{layer}.self_attn", "qkv_proj", (q, kv, kv), H, qkv_bias)
+        if has_qk_norm(config):
+            bf16(f"{layer}.self_attn.q_norm.weight", D)
+            bf16(f"{layer}.self_attn.k_norm.weight", D)
+        linear(f"{layer}.self_attn", "o_proj", (H,), q, o_bias)
+        bf16(f"{layer}.post_attention_layernorm.weight", H)
+        linear(f"{layer}.mlp", "gate_up_proj", (I, I), H, False)
+        linear(f"{layer}.mlp", "down_proj", (H,), I, False)
+    bf16("model.norm.weight", H)
+    if not config.tie_word_embeddings:
+        bf16("lm_head.weight", V, H)
+    specs.append((ROPE, torch.float32, (config.max_position_embeddings, D), ()))
+    entries, offset = [], 0
+    for name, dtype, shape, parts in specs:
+        entries.append(Entry(name, dtype, shape, offset, parts))
+        offset += -(-entries[-1].nbytes // ALIGN) * ALIGN
+    return Layout(tuple(entries))
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def has_qk_norm(config: PretrainedConfig) -> bool:
+    return config.model_type == "qwen3"
+
+
+def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether (q, k, v) and o have biases."""
+    if config.model_type == "qwen2":
+        return True, False
+    return bool(config.attention_bias), bool(config.attention_bias)
+
+
+class Control:
+    """The control block: four int64 words in shared memory, mapped by the trainer, the server and vLLM's workers."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._words = torch.from_file(path, shared=True, size=len(_WORDS), dtype=torch.int64)
+
+    @classmethod
+    def create(cls, path: str) -> Control:
+        _reserve(path, 8 * len(_WORDS))
+        control = cls(path)
+        for word, value in zip(_WORDS, (_MAGIC, 0, TRAINER, os.getpid()), strict=True):
+            control._set(word, value)
+        return control
+
+    @classmethod
+    def attach(cls, path: str) -> Control:
+        if not os.path.exists(path):
+            raise ArenaError(f"the weight arena's control block {path} is gone: the trainer that made it has ended")
+        control = cls(path)
+        if control._get("magic") != _MAGIC:
+            raise ArenaError(f"{path} is not the control block of a weight arena")
+        return control
+
+    def _get(self, word: str) -> int:
+        return int(self._words[_WORDS.index(word)])
+
+    def _set(self, word: str, value: int) -> None:
+        self._words[_WORDS.index(word)] = value
+
+    @property
+    def version(self) -> int:
+        """Number of writes so far."""
+        return self._get("version")
+
+    @property
+    def holder(self) -> int:
+        return self._get("holder")
+
+    def require(self, holder: int, what: str) -> None:
+        """Raises :class:`LeaseError` when the weights are in the other side's hands."""
+        if self.holder != holder:
+            raise LeaseError(
+                f"{what} while the {HOLDERS[self.holder]} holds the weights (version {self.version}); it must hand them "
+                f"to the {HOLDERS[holder]} first"
+            )
+
+    def hand_over(self, to: int) -> None:
+        """The current holder gives the weights to the other side."""
+        self.require(1 - to, f"handing the weights to the {HOLDERS[to]}")
+        self._set("holder", to)
+
+    def wrote(self) -> None:
+        self.require(TRAINER, "a weight update")
+        self._set("version", self.version + 1)
+
+
+class Arena:
+    """The tensors of one arena.  :meth:`create` in the trainer, :meth:`attach` in vLLM's worker."""
+
+    def __init__(self, layout: Layout, data: Tensor, control: Control | None, owned: tuple[str, ...] = ()) -> None:
+        self.layout, self.data, self.control, self._owned = layout, data, control, owned
+
+    @classmethod
+    def private(cls, layout: Layout, device: torch.device) -> Arena:
+        """An arena that nobody else maps (a reference policy's)."""
+        return cls(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device), None)
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device, rank: int) -> Arena:
+        """Allocates the arena of trainer process ``rank`` and leaves its handle for vLLM's worker on the same GPU."""
+        folder = _folder()
+        name = f"jetrl-{folder.name}-{os.getpid()}-{rank}"
+        control_path, data_path = f"/dev/shm/{name}-control", f"/dev/shm/{name}-data"
+        if os.path.exists(control_path):
+            raise ArenaError(f"this process already has a weight arena of rank {rank} ({control_path}): close it first")
+        handle = {"layout": layout.digest, "nbytes": layout.nbytes, "control": control_path, "device": _device_id(device)}
+        path = handle_path(rank)
+        partial = path.with_suffix(".partial")
+        owned = (control_path, data_path, str(path))
+        try:
+            if device.type == "cuda":
+                data = _own_segment(layout.nbytes, device)
+                handle["ipc"] = base64.b64encode(pickle.dumps(reduce_tensor(data))).decode()
+            else:
+                _reserve(data_path, layout.nbytes)
+                data = _map(data_path, layout.nbytes)
+                handle["shm"] = data_path
+            control = Control.create(control_path)
+            partial.write_text(json.dumps(handle))
+            partial.chmod(0o600)
+            os.replace(partial, path)
+        except BaseException:
+            for name in (control_path, data_path, partial):
+                Path(name).unlink(missing_ok=True)
+            raise
+        return cls(layout, data, control, owned)
+
+    @classmethod
+    def attach(cls, layout: Layout, device: torch.device, rank: int) -> Arena:
+        """Maps the arena of trainer process ``rank``."""
+        handle = read_handle(rank)
+        if handle["layout"] != layout.digest:
+            raise ArenaError(
+                f"the trainer's weight arena has layout {handle['layout']}, the rollout expects {layout.digest}: both sides "
+                "must load the same model configuration"
+            )
+        if handle["device"] != _device_id(device):
+            raise ArenaError(
+                f"the weight arena of rank {rank} lies on {handle['device']}, this worker runs on {_device_id(device)}: "
+                "trainer and rollout of a rank must use the same GPU"
+            )
+        if "shm" in handle:
+            data = _map(handle["shm"], handle["nbytes"])
+        else:
+            rebuild, arguments = pickle.loads(base64.b64decode(handle["ipc"]))
+            arguments = list(arguments)
+            arguments[6] = device.index if device.index is not None else torch.cuda.current_device()
+            data = rebuild(*arguments)
+        return cls(layout, data, Control.attach(handle["control"]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor called ``name``; a view."""
+        entry = self.layout[name]
+        return self.data[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is a weight, with its name."""
+        for entry in self.layout.entries:
+            if entry.parts:
+                yield entry.name, self[entry.name]
+
+    def parts(self, name: str) -> list[tuple[str, Tensor]]:
+        """The tensor ``name`` as the trainer's parameters in it: names and row slices."""
+        entry = self.layout[name]
+        return list(zip([part for part, _ in entry.parts], self[name].split([n for _, n in entry.parts]), strict=True))
+
+    def close(self) -> None:
+        """Removes the owner's files; mappings stay valid until they are dropped."""
+        for path in self._owned:
+            Path(path).unlink(missing_ok=True)
+        self._owned = ()
+
+
+def quantized_parts(weight_NK: Tensor, scale_BG: Tensor, rows: list[int]) -> list[Quantized]:
+    """A fused weight as its separately quantized parts; one part where the blocks line up."""
+    if len(rows) == 1 or all(n % BLOCK == 0 for n in rows):
+        return [Quantized(weight_NK, scale_BG)]
+    scales = scale_BG.split([groups(n) for n in rows])
+    return [Quantized(w, s) for w, s in zip(weight_NK.split(rows), scales, strict=True)]
+
+
+def handle_path(rank: int) -> Path:
+    """Where trainer process ``rank`` of this run leaves the handle of its arena."""
+    return _folder() / f"arena-{rank}.json"
+
+
+def read_handle(rank: int) -> dict:
+    path = handle_path(rank)
+    if not path.is_file():
+        raise ArenaError(f"no weight arena of trainer rank {rank}: {path} is missing (the trainer starts before the rollout)")
+    return json.loads(path.read_text())
+
+
+def control_of(rank: int) -> Control:
+    """The control block of the arena of trainer process ``rank``."""
+    return Control.attach(read_handle(rank)["control"])
+
+
+def _folder() -> Path:
+    run_id = os.environ.get(RUN_ID)
+    if not run_id:
+        raise ArenaError(f"{RUN_ID} is not set: the weight arena belongs to a run (python -m verl.jetrl.run sets it)")
+    folder = run_tmp(run_id)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _device_id(device: torch.device) -> str:
+    """Names a device the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def _reserve(path: str, nbytes: int) -> None:
+    """Makes a file of shared memory; without room for it, an error here and not a bus error at the first write."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.unlink(path)
+        raise ArenaError(f"no room for {nbytes / 2**30:.2f} GiB of weights in /dev/shm: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _map(path: str, nbytes: int) -> Tensor:
+    if not os.path.exists(path):
+        raise ArenaError(f"the weight arena {path} is gone: the trainer that made it has ended")
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _own_segment(nbytes: int, device: torch.device) -> Tensor:
+    """A zeroed CUDA tensor in a cudaMalloc segment of its own, as CUDA IPC needs it.
+
+    Expandable segments, which verl turns on after each weight update, are made of other memory: off around this one.
+    """
+    torch.cuda.empty_cache()  # else a cached segment that other tensors share could be handed out
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    nbytes = max(nbytes, 2**25)  # small allocations share segments
+    data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    segments = [s for s in torch.cuda.memory_snapshot() if s["address"] <= data.data_ptr() < s["address"] + s["total_size"]]
+    if len(segments) != 1 or segments[0].get("is_expandable") or len(segments[0]["blocks"]) > 2:
+        raise ArenaError(
+            f"the weight arena needs a CUDA allocation of its own; the allocator gave {segments}. Unset "
+            "PYTORCH_CUDA_ALLOC_CONF (expandable_segments cannot be shared with vLLM's process)"
+        )
+    return data

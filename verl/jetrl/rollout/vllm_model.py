@@ -1,0 +1,147 @@
+"""vLLM's side of the shared decoder: the model class, and the loader that maps the weight arena instead of loading.
+
+The engine is started with ``load_format=jetrl_arena`` and the architecture :data:`ARCHITECTURE`; nothing of the model's
+size is allocated in the worker.  What sleep mode discards is the KV cache.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from vllm import envs
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.sequence import IntermediateTensors
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from verl.jetrl.arena import Arena, ArenaError, layout_of
+from verl.jetrl.fp8 import gemm
+from verl.jetrl.model.decoder import Body, Decoder
+
+ARCHITECTURE = "JetRLForCausalLM"
+LOAD_FORMAT = "jetrl_arena"
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0})
+class JetRLBody(Body):
+    """The decoder's body with vLLM's attention, whose KV cache and scheduling are vLLM's."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
+        super().__init__(vllm_config.model_config.hf_config)
+        for index, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            attention.attn = Attention(
+                attention.heads,
+                attention.head_dim,
+                attention.head_dim**-0.5,
+                num_kv_heads=attention.kv_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=f"{prefix}.layers.{index}.self_attn.attn",
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.run(input_ids, positions, [partial(_attend, layer.self_attn.attn) for layer in self.layers])
+
+
+def _attend(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q.flatten(1), k.flatten(1), v.flatten(1))
+
+
+class JetRLForCausalLM(Decoder):
+    """What vLLM runs in the jetrl arm, for Qwen3, Qwen2.5 and Llama."""
+
+    body_class = JetRLBody
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if get_tensor_model_parallel_world_size() > 1:
+            raise ValueError(
+                "the jetrl arm supports one rollout GPU per replica: set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+            )
+        super().__init__(vllm_config.model_config.hf_config, vllm_config=vllm_config)
+        self.arena: Arena | None = None
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(input_ids, self.model.embed_tokens.weight)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.head(hidden_states)
+
+
+@register_model_loader(LOAD_FORMAT)
+class ArenaLoader(BaseModelLoader):
+    """Maps the arena of the trainer process that shares this worker's GPU, before CUDA graphs are captured."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing: the trainer has the weights."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        raise ArenaError("the weights of the jetrl arm live in the trainer's arena; they are not loaded")
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        device = torch.device(vllm_config.device_config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            gemm.require_hopper(device)
+        with set_default_torch_dtype(model_config.dtype), device:
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        model.arena = Arena.attach(layout_of(model_config.hf_config), device, trainer_rank())
+        model.bind(model.arena)
+        process_weights_after_loading(model, model_config, device)
+        if device.type == "cuda" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+            warm_up(model, vllm_config.scheduler_config.max_num_batched_tokens)
+        return model.eval()
+
+
+def trainer_rank() -> int:
+    """The trainer process whose arena this worker maps; one GPU per replica."""
+    return int(os.environ.get("VERL_REPLICA_RANK", "0"))
+
+
+@torch.inference_mode()
+def warm_up(model: JetRLForCausalLM, tokens: int) -> None:
+    """Compiles every GEMM kernel that a number of tokens up to ``tokens`` can ask for.
+
+    DeepGEMM chooses a kernel by the number of rows and compiles it at its first use: seconds in the middle of a rollout.
+    ``VLLM_DEEP_GEMM_WARMUP=skip`` leaves this out, as it does for vLLM's own FP8 layers.
+    """
+    from verl.jetrl.fp8 import ops
+
+    zeros = partial(torch.zeros, dtype=torch.bfloat16, device=model.lm_head.weight.device)
+    sizes = sorted({1, *range(64, min(tokens, 2048) + 1, 64), *range(2048, tokens + 1, 512), tokens})
+    seen = set()
+    for linear in tqdm(model.linears(), desc="compiling GEMM kernels", unit="layer", mininterval=5):
+        for part in linear.parts:
+            if part.q.shape in seen:
+                continue
+            seen.add(part.q.shape)
+            for m in sizes:
+                ops.fprop(ops.quantize_rows(zeros(m, part.q.shape[1])), part)
+    head = model.lm_head.weight
+    for m in [m for m in sizes if m <= 1024]:
+        ops.bf16_gemm_nt(zeros(m, head.shape[1]), head)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
