@@ -63,6 +63,7 @@ else:
 
 
 _NATIVE = tl.constexpr(NATIVE)
+assert (ref.AMAX_FLOOR, ref.FP8_MAX) == (2.0**-80, 448.0)  # written as bits into _scale
 _AMAX_FLOOR = tl.constexpr(ref.AMAX_FLOOR)
 _FP8_MAX = tl.constexpr(ref.FP8_MAX)
 _PROPAGATE_NAN = tl.constexpr(triton.language.PropagateNan.ALL)
@@ -75,14 +76,41 @@ _PLAIN, _SILU_MUL, _RMS_NORM, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.c
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # A 128x128 tile is held in four slices of 32 columns: coalesced along columns for reading and for rows, and along
-# tokens for the transposed form.  Two tiles fit on a multiprocessor at a time: quantizing alone runs best on 8 warps of
-# 128 registers; computing the tile first waits longer, and runs best on 16 warps of 64.
+# tokens for the transposed form.  A tile on 8 warps takes 80 registers per thread, so that three fit on a multiprocessor;
+# the two tiles of SiLU's backward take 120, and no configuration with more warps ran faster.
 _SLICE = tl.constexpr(32)
-_QUANTIZE = dict(WARPS=8, num_warps=8, maxnreg=128)
-_PRODUCE = dict(WARPS=16, num_warps=16, maxnreg=64)
-# How many programs ahead a tile is prefetched: one per multiprocessor of an H200, the best of 0, 132, 264 and 528.  It
-# gains 5% where a tile is read and quantized only, and loses where more is computed.
+_TILE = dict(WARPS=8, num_warps=8, maxnreg=80)
+_TWO_TILES = dict(WARPS=8, num_warps=8, maxnreg=128)
+# How many programs ahead a tile is prefetched: one per multiprocessor of an H200.  It gains 5% where a tile is read and
+# quantized only; twice as far ahead it loses, and so it does in SiLU's kernels (at 132) and in RMSNorm's (at 264).
 _PREFETCH = tl.constexpr(132)
+
+
+@jit
+def _float(x):
+    """FP32 of BF16, one instruction per value; other types are converted."""
+    if _NATIVE and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@jit
+def _round(x):
+    """BF16 of FP32, two values to an instruction."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return _bf16(x).to(tl.bfloat16)
 
 
 @jit
@@ -93,7 +121,7 @@ def _larger(a, b):
 @jit
 def _amax(x, axis: tl.constexpr):
     """max|x| along an axis; NaN if there is one."""
-    x = tl.abs(x.to(tl.float32))
+    x = tl.abs(_float(x))
     if _NATIVE:
         return tl.reduce(x, axis, _larger)
     else:  # as integers NaN > infinity > finite
@@ -101,29 +129,90 @@ def _amax(x, axis: tl.constexpr):
 
 
 @jit
+def _abs_max(a, b):
+    """max(|a|, |b|) of two BF16 tensors but for its sign, NaN if there is one; two values to an instruction."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _larger(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)))
+
+
+@jit
+def _tile_amax(slices):
+    """max|x| along the columns of a tile in four slices."""
+    if slices[0].dtype == tl.bfloat16:
+        return _amax(_abs_max(_abs_max(slices[0], slices[1]), _abs_max(slices[2], slices[3])), 1)
+    else:
+        amax = _amax(slices[0], 1)
+        for i in tl.static_range(1, 4):
+            amax = _larger(amax, _amax(slices[i], 1))
+        return amax
+
+
+@jit
 def _scale(amax):
-    s = tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX)
-    return tl.where(amax < float("inf"), s, float("nan"))
+    """max(amax, floor) / 448 as an IEEE division; NaN of NaN and infinity."""
+    if _NATIVE:
+        # A product with the rounded 1/448, corrected by the exact remainder: the correctly rounded quotient in four
+        # instructions.  An infinity's remainder is NaN.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, q, e; max.NaN.f32 a, $1, 0f17800000; mul.rn.f32 q, a, 0f3B124925;"
+            " fma.rn.f32 e, q, 0fC3E00000, a; fma.rn.f32 $0, e, 0f3B124925, q; }",
+            "=f,f",
+            [amax],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        s = tl.div_rn(tl.maximum(amax, _AMAX_FLOOR), _FP8_MAX)
+        return tl.where(amax < float("inf"), s, float("nan"))
 
 
 @jit
 def _reciprocal(s):
-    return tl.div_rn(1.0, s)
+    """1 / s as an unevaluated sum of two FP32 numbers, the second not negative, to 2**-46."""
+    if _NATIVE:
+        # The approximation is within 1 ulp, so 2 ulp less is below 1 / s, and what is missing is positive: with a
+        # negative second part -0 would become +0.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e, n; .reg .s32 b; rcp.approx.ftz.f32 n, $2; mov.b32 b, n; add.s32 b, b, -2; mov.b32 n, b;"
+            " neg.f32 e, $2; fma.rn.f32 e, n, e, 0f3F800000; mul.rn.f32 $1, e, n; mov.f32 $0, n; }",
+            "=&f,=&f,f",
+            [s],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return s, s
 
 
 @jit
-def _encode(x, s, r):
-    """The bytes of round(x / s); r is the reciprocal of s.  A NaN scale gives 0x7F everywhere."""
-    x = x.to(tl.float32)
+def _encode(x, s, high, low):
+    """The bytes of round(x / s) where high + low = 1 / s.  A NaN scale gives 0x7F everywhere."""
     if _NATIVE:
-        # A correctly rounded quotient without a division per value: multiply by the correctly rounded reciprocal,
-        # then correct by the exact remainder.  The signs are arranged so that -0 stays -0.
-        # tests/gpu/test_fp8_kernels.py compares it with IEEE division over every pair of BF16 maximum and value.
-        y = x * r
-        y = tl.fma(tl.fma(y, s, x * -1.0), r * -1.0, y)
+        if x.dtype == tl.bfloat16:
+            # The quotient to 2**-46 before it is rounded to FP32.  BF16 values under a BF16 maximum come no closer than
+            # that to a number where FP8's rounding changes; tests/gpu/test_fp8_kernels.py compares with IEEE division
+            # over every pair of BF16 maximum and value.
+            x = _float(x)
+            y = tl.fma(x, high, x * low)
+        else:
+            # Any FP32 value: correct the quotient by its exact remainder.  The signs are arranged so that -0 stays -0.
+            r = high + low
+            y = x * r
+            y = tl.fma(tl.fma(y, s, x * -1.0), r * -1.0, y)
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        bits = tl.div_rn(x, s).to(tl.int32, bitcast=True)
+        bits = tl.div_rn(x.to(tl.float32), s).to(tl.int32, bitcast=True)
         mag = bits & _ABS_MASK
         normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - (120 << 3)
         # Adding 2**14 rounds to a multiple of 2**-9, the smallest FP8 number, in the FP32 mantissa.
@@ -145,6 +234,15 @@ def _bf16(x):
 
 
 @jit
+def _times(a, b):
+    """The BF16 product of two BF16 tensors, two values to an instruction."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return _bf16(a.to(tl.float32) * b.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
 def _sigmoid(x):
     """Within about 2 ulp of 1 / (1 + exp(-x)); every kernel that needs a sigmoid calls this, so that all agree."""
     if _NATIVE:
@@ -163,9 +261,9 @@ def _sigmoid(x):
 @jit
 def _silu_mul(gate_up, at, inside, I):
     """silu(gate) * up, rounded to BF16 after each of the two operations."""
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
-    return _bf16(_bf16(gate * _sigmoid(gate)) * up).to(tl.bfloat16)
+    gate = _float(tl.load(gate_up + at, mask=inside, other=0.0))
+    up = tl.load(gate_up + at + I, mask=inside, other=0.0)
+    return _times(_round(gate * _sigmoid(gate)), up)
 
 
 @jit
@@ -187,7 +285,24 @@ def _prefetch_tile(x, m_block, k_block, M, K, stride_x, WARPS: tl.constexpr):
 @jit
 def _normalize(row, inverse, weight):
     """Hugging Face's rounding: normalize in FP32, round to BF16, multiply by the weight, round to BF16."""
-    return _bf16(_bf16(row * inverse) * weight)
+    return _times(_round(row * inverse), weight)
+
+
+@jit
+def _normalize_tile(row, inverse, weight, m, M):
+    """The same of a tile: +0 in rows past M, where 0 times a negative weight would be -0."""
+    if _NATIVE:
+        zero = tl.where(m < M, -32768, 0).to(tl.int16).to(tl.bfloat16, bitcast=True)  # -0 added changes nothing
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [_round(row * inverse), weight, zero[:, None]],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(m[:, None] < M, _normalize(row, inverse, weight).to(tl.float32), 0.0).to(tl.bfloat16)
 
 
 @jit
@@ -197,11 +312,10 @@ def _load_tile(x, x_s, weight, at, inside, m, k, M, k_block, K, stride_xs, SOURC
     elif SOURCE == _SILU_MUL:
         tile = _silu_mul(x, at, inside, K)
     elif SOURCE == _RMS_NORM:
-        row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        row = _float(tl.load(x + at, mask=inside, other=0.0))
         inverse = tl.load(x_s + m, mask=m < M, other=0.0)[:, None]
-        w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        # Outside, 0 times a negative weight would be -0.
-        tile = tl.where(inside, _normalize(row, inverse, w), 0.0).to(tl.bfloat16)
+        w = tl.load(weight + k, mask=k < K, other=0.0)[None, :]
+        tile = _normalize_tile(row, inverse, w, m, M)
     else:
         byte = tl.load(x + at, mask=inside, other=0)
         scale = tl.load(x_s + k_block * stride_xs + m, mask=m < M, other=0.0)
@@ -223,33 +337,32 @@ def _write_forms(
     m_t = m_block * 128 + _iota(128, gl.SliceLayout(1, TOKEN_LAYOUT))
     k_t0 = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, TOKEN_LAYOUT))
     if ROWS != _NONE or TRANSPOSED == _BLOCK:
-        row_amax = _amax(slices[0], 1)
-        for i in tl.static_range(1, 4):
-            row_amax = _larger(row_amax, _amax(slices[i], 1))
+        row_amax = _tile_amax(slices)
     if ROWS == _BLOCK or TRANSPOSED == _BLOCK:
         s_b = _scale(_amax(row_amax, 0))
-        r_b = _reciprocal(s_b)
+        high_b, low_b = _reciprocal(s_b)
         tl.store(s_t + k_block * stride_st_k + m_block * stride_st_m, s_b)
     if ROWS == _GROUP:
         s_m = _scale(row_amax)
-        r_m = _reciprocal(s_m)
+        high_m, low_m = _reciprocal(s_m)
         tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
     for i in tl.static_range(4):
         k = k_0 + i * _SLICE
         inside = (m[:, None] < M) & (k[None, :] < K)
         if ROWS == _GROUP:
-            tl.store(q + row + k[None, :], _encode(slices[i], s_m[:, None], r_m[:, None]), mask=inside)
+            tl.store(q + row + k[None, :], _encode(slices[i], s_m[:, None], high_m[:, None], low_m[:, None]), mask=inside)
         if ROWS == _BLOCK:
-            tl.store(q + row + k[None, :], _encode(slices[i], s_b, r_b), mask=inside)
+            tl.store(q + row + k[None, :], _encode(slices[i], s_b, high_b, low_b), mask=inside)
         if TRANSPOSED != _NONE:
             k_t = k_t0 + i * _SLICE
             tile = _relayout(slices[i], TOKEN_LAYOUT)
             if TRANSPOSED == _GROUP:
                 s_k = _scale(_amax(tile, 0))
                 tl.store(s_t + k_t * stride_st_k + m_block * stride_st_m, s_k, mask=k_t < K)
-                byte = _encode(tile, s_k[None, :], _reciprocal(s_k)[None, :])
+                high_k, low_k = _reciprocal(s_k)
+                byte = _encode(tile, s_k[None, :], high_k[None, :], low_k[None, :])
             else:
-                byte = _encode(tile, s_b, r_b)
+                byte = _encode(tile, s_b, high_b, low_b)
             at_t = k_t[None, :].to(tl.int64) * M_T + m_t[:, None]
             tl.store(q_t + at_t, byte, mask=(k_t[None, :] < K) & (m_t[:, None] < M_T))
 
@@ -301,7 +414,8 @@ def _rows_kernel(
     tile = _load_tile(x, None, None, at, inside, m, k, M, k_block, K, 0, SOURCE)
     s_m = _scale(_amax(tile, 1))
     tl.store(s + k_block * stride_s + m, s_m, mask=m < M)
-    byte = _encode(tile, s_m[:, None], _reciprocal(s_m)[:, None])
+    high_m, low_m = _reciprocal(s_m)
+    byte = _encode(tile, s_m[:, None], high_m[:, None], low_m[:, None])
     tl.store(q + m[:, None].to(tl.int64) * K + k[None, :], byte, mask=inside)
 
 
@@ -317,21 +431,15 @@ def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, WARPS: tl.constexp
 
 
 @jit
-def _d_gate(gate_up, dy, at, at_dy, inside, I):
-    """Gradient of gate, rounded to BF16 where BF16 operations would round."""
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy + at_dy, mask=inside, other=0.0).to(tl.float32)
+def _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I):
+    """Gradients of gate and up, rounded to BF16 where BF16 operations would round."""
+    gate = _float(tl.load(gate_up + at, mask=inside, other=0.0))
+    up = tl.load(gate_up + at + I, mask=inside, other=0.0)
+    dy = tl.load(dy + at_dy, mask=inside, other=0.0)
     sigmoid = _sigmoid(gate)
-    return _bf16(_bf16(dy * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(tl.bfloat16)
-
-
-@jit
-def _d_up(gate_up, dy, at, at_dy, inside):
-    """Gradient of up, rounded likewise."""
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy + at_dy, mask=inside, other=0.0).to(tl.float32)
-    return _bf16(dy * _bf16(gate * _sigmoid(gate))).to(tl.bfloat16)
+    d_up = _times(dy, _round(gate * sigmoid))
+    d_gate = _round(_float(_times(dy, up)) * (sigmoid * (1.0 + gate * (1.0 - sigmoid))))
+    return d_gate, d_up
 
 
 @jit
@@ -343,45 +451,48 @@ def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexp
     inside = (m[:, None] < M) & (i[None, :] < I)
     at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
-    tl.store(d_gate_up + at, _d_gate(gate_up, dy, at, at_dy, inside, I), mask=inside)
-    tl.store(d_gate_up + at + I, _d_up(gate_up, dy, at, at_dy, inside), mask=inside)
+    d_gate, d_up = _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I)
+    tl.store(d_gate_up + at, d_gate, mask=inside)
+    tl.store(d_gate_up + at + I, d_up, mask=inside)
 
 
 @jit
 def _silu_mul_backward_tiles_kernel(
     gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate's or of up's gradient, as FP8 rows and transposed groups.  I % 128 == 0.
+    """A tile of gate's and one of up's gradient, as FP8 rows and transposed groups.  I % 128 == 0.
 
-    The two programs of a position are neighbours, so the second finds gate and dy in the L2 cache; one program for
-    both would not fit its registers.
+    Both from one read of gate, up and dy: up's waits in registers, as BF16, while gate's is quantized.
     """
     ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     i_blocks = I // 128
-    half = tl.program_id(0) % 2
-    m_block = (tl.program_id(0) // 2) // i_blocks
-    i_block = (tl.program_id(0) // 2) % i_blocks
+    m_block = tl.program_id(0) // i_blocks
+    i_block = tl.program_id(0) % i_blocks
     m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
     i = i_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
     at_dy = m[:, None].to(tl.int64) * I + i[None, :]
     at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
     inside = (m[:, None] < M) & (i[None, :] < I)
-    if half == 0:
-        gate = ()
-        for j in tl.static_range(4):
-            gate = gate + (_d_gate(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside, I),)
-        _write_forms(
-            gate, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP,
-            WARPS,
-        )  # fmt: skip
-    else:
-        up = ()
-        for j in tl.static_range(4):
-            up = up + (_d_up(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside),)
-        _write_forms(
-            up, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m,
-            _GROUP, _GROUP, WARPS,
-        )  # fmt: skip
+    gate, up = (), ()
+    for j in tl.static_range(4):
+        d_gate, d_up = _silu_mul_gradients(gate_up, dy, at + j * _SLICE, at_dy + j * _SLICE, inside, I)
+        gate = gate + (d_gate,)
+        up = up + (d_up,)
+    _write_forms(
+        gate, q, s, q_t, s_t, m_block, i_block, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP, WARPS,
+    )  # fmt: skip
+    _write_forms(
+        up, q, s, q_t, s_t, m_block, i_block + i_blocks, M, 2 * I, M_T, stride_s, stride_st_k, stride_st_m, _GROUP, _GROUP,
+        WARPS,
+    )  # fmt: skip
+
+
+@jit
+def _load_rows(x, m, M, K, K_PAD: tl.constexpr, LAYOUT: tl.constexpr):
+    """Whole rows ``m`` in BF16; zeros where there are none."""
+    k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    return tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0)
 
 
 @jit
@@ -389,17 +500,17 @@ def _norm_rows(
     x, residual, h, rstd, m, M, K, eps,
     RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Residual add and reciprocal RMS of whole rows ``m``: the only place where a sum of squares is taken.
+    """Residual add and reciprocal RMS of loaded rows ``m``: the only place where a sum of squares is taken.
 
-    Its order of additions depends on K_PAD and LAYOUT alone, so a row's result is the same in every kernel.
+    Its order of additions depends on K_PAD and the warps along K alone, so a row's result is the same in every kernel.
     """
-    k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    at = m[:, None].to(tl.int64) * K + k[None, :]
-    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    row = _float(x)
     if RESIDUAL:
-        row = _bf16(row + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32))
-        tl.store(h + at, row.to(tl.bfloat16), mask=inside)
+        total = _round(row + _float(residual))
+        k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
+        inside = (m[:, None] < M) & (k[None, :] < K)
+        tl.store(h + m[:, None].to(tl.int64) * K + k[None, :], total, mask=inside)
+        row = _float(total)
     mean = tl.div_rn(tl.sum(row * row, 1), K * 1.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd + m, inverse, mask=m < M)
@@ -416,21 +527,28 @@ def _rms_norm_rows_kernel(
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8 // WARPS_K, WARPS_K], [1, 0])
     m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, LAYOUT))
     k = _iota(K_PAD, gl.SliceLayout(0, LAYOUT))
+    w = tl.load(weight + k, mask=k < K, other=0.0)  # asked for before the sums are waited for
+    x = _load_rows(x, m, M, K, K_PAD, LAYOUT)
+    if RESIDUAL:
+        residual = _load_rows(residual, m, M, K, K_PAD, LAYOUT)
     row, inverse = _norm_rows(x, residual, h, rstd, m, M, K, eps, RESIDUAL, K_PAD, LAYOUT)
-    w = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
     out = _normalize(row, inverse[:, None], w[None, :])
     at = m[:, None].to(tl.int64) * K + k[None, :]
     inside = (m[:, None] < M) & (k[None, :] < K)
     if BF16_OUT:
-        tl.store(y + at, out.to(tl.bfloat16), mask=inside)
+        tl.store(y + at, out, mask=inside)
     if FP8_OUT:
         G_PAD: tl.constexpr = K_PAD // 128
         grouped = tl.reshape(out, (ROWS, G_PAD, 128))
         s_mg = _scale(_amax(grouped, 2))
-        byte = _encode(grouped, s_mg[:, :, None], _reciprocal(s_mg)[:, :, None])
+        high, low = _reciprocal(s_mg)
+        byte = _encode(grouped, s_mg[:, :, None], high[:, :, None], low[:, :, None])
         tl.store(q + at, _relayout(tl.reshape(byte, (ROWS, K_PAD)), LAYOUT), mask=inside)
-        s_mg = _relayout(s_mg, LAYOUT)
-        g = _iota(G_PAD, gl.SliceLayout(0, LAYOUT))
+        # One scale to a thread; in the rows' own layout every thread would store all of its row's.
+        SCALES: tl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+        s_mg = _relayout(s_mg, SCALES)
+        m = tl.program_id(0) * ROWS + _iota(ROWS, gl.SliceLayout(1, SCALES))
+        g = _iota(G_PAD, gl.SliceLayout(0, SCALES))
         tl.store(s + g[None, :] * stride_s + m[:, None], s_mg, mask=(m[:, None] < M) & (g[None, :] < (K + 127) // 128))
 
 
@@ -542,7 +660,7 @@ def _launch(
         x, x_s, weight, q, s, q_t, s_t, M, K, padded(M), x.stride(0), x_s.stride(-1) if x_s is not None else 0,
         s.stride(1) if rows is not None else 0, s_t.stride(0), s_t.stride(1),
         SOURCE=source, ROWS=_GROUP if rows is not None else _NONE, TRANSPOSED=_BLOCK if blocks else _GROUP,
-        **(_QUANTIZE if source in (_PLAIN, _FP8_ROWS) else _PRODUCE),
+        **_TILE,
     )  # fmt: skip
 
 
@@ -593,7 +711,7 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor
         _tiles_kernel[(groups(N) * groups(K),)](
             w_NK, None, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
-            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_QUANTIZE,
+            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
         )  # fmt: skip
     return q, s, q_t
 
@@ -603,7 +721,7 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
     R, C = q_RC.shape
     q_t = torch.empty((C, R), dtype=FP8, device=q_RC.device)
     if R and C:
-        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_QUANTIZE)
+        _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
     return q_t
 
 
@@ -624,9 +742,9 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     out = empty_rows(M, 2 * I, dy_MI.device)
     out_t = empty_transposed(M, 2 * I, dy_MI.device, blocks=False)
     if M and I:
-        _silu_mul_backward_tiles_kernel[(2 * groups(M) * (I // BLOCK),)](
+        _silu_mul_backward_tiles_kernel[(groups(M) * (I // BLOCK),)](
             gate_up_M2I, dy_MI, _bytes(out.q), out.s, _bytes(out_t.q), out_t.s, M, I, padded(M),
-            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), **_PRODUCE,
+            out.s.stride(1), out_t.s.stride(0), out_t.s.stride(1), **_TWO_TILES,
         )  # fmt: skip
     return out, out_t
 
