@@ -17,6 +17,9 @@ MODELS = {
 }
 SHAPES = sorted({shape for layers in MODELS.values() for shape in layers.values()})
 HIDDEN = sorted({layers["qkv"][1] for layers in MODELS.values()})
+INTERMEDIATE = sorted({layers["down"][1] for layers in MODELS.values()})
+WIDTHS = sorted({width for shape in SHAPES for width in shape})
+VOCABULARIES = ((151936, 4096), (152064, 3584), (128256, 4096), (151936, 1024))
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:
