@@ -479,13 +479,15 @@ def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh):
     for method in ("optimizer_zero_grad", "optimizer_step", "load_checkpoint"):
         monkeypatch.setattr(base, method, lambda self, *args, m=method: calls.append(f"verl {m}"))
     masters = types.SimpleNamespace(
-        **{method: lambda m=method: calls.append(m) for method in ("zero_grad", "assign_grads", "write")}
+        **{method: lambda m=method: calls.append(m) for method in ("zero_grad", "assign_grads", "drop_grads", "write")}
     )
     engine = engine_of(None)
     engine.masters = masters
     for do in (engine.optimizer_zero_grad, engine.optimizer_step, engine.load_checkpoint):
         do()
-    assert calls == ["zero_grad", "assign_grads", "verl optimizer_step", "write", "verl load_checkpoint", "write"]
+    assert calls == [
+        "zero_grad", "assign_grads", "verl optimizer_step", "drop_grads", "write", "verl load_checkpoint", "write",
+    ]  # fmt: skip
     calls.clear()
     engine = engine_of(None, PrecisionFlow())
     for do in (engine.optimizer_zero_grad, engine.optimizer_step, engine.load_checkpoint):
@@ -602,12 +604,13 @@ def test_masked_log_probs_normalise_over_the_tokenizers_ids():
 PROMPT = 3  # tokens of the packed sequence that are the prompt
 
 
-def outputs(flow: PrecisionFlow, logits: torch.Tensor, vocabulary: int, temperature: float = 1.0) -> tuple[dict, object]:
-    """Log-probs and entropy by the engine's own method, and the engine; ``logits`` (T, V) of one packed sequence."""
+def outputs(flow: PrecisionFlow, hidden: torch.Tensor, head: torch.Tensor, vocabulary: int, temperature: float = 1.0):
+    """Log-probs and entropy by the engine's own method, and the engine; ``hidden`` (T, H) of one packed sequence."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.utils.torch_functional import entropy_from_logits
 
+    from verl.jetrl.model.decoder import Weight
     from verl.jetrl.trainer.engine import JetRLEngine
 
     engine = object.__new__(JetRLEngine)
@@ -618,7 +621,7 @@ def outputs(flow: PrecisionFlow, logits: torch.Tensor, vocabulary: int, temperat
     engine.use_ulysses_sp = False
     engine.compute_entropy_from_logits = entropy_from_logits
     engine._gather_and_unpad_packed = lambda tensor, pad_size: tensor
-    tokens = logits.shape[0]
+    tokens = hidden.shape[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ids = torch.nested.as_nested_tensor([torch.arange(tokens)], layout=torch.jagged)
@@ -631,19 +634,31 @@ def outputs(flow: PrecisionFlow, logits: torch.Tensor, vocabulary: int, temperat
         temperature_rmpad=torch.full((tokens,), temperature),
         pad_size=0,
     )
-    output = types.SimpleNamespace(logits=logits[None])
-    return engine.prepare_model_outputs(output, arguments, batch, None), engine
+    if flow.fp8:  # the FP8 model's "logits" are its hidden states
+        engine.decoder = types.SimpleNamespace(lm_head=Weight(*head.shape))
+        engine.decoder.lm_head.weight = nn.Parameter(head, requires_grad=False)
+        engine.decoder.lm_head.main_grad = torch.zeros(head.shape)
+        output = types.SimpleNamespace(logits=hidden[None])
+    else:
+        output = types.SimpleNamespace(logits=(hidden.double() @ head.double().t()).to(torch.bfloat16).float()[None])
+    result = engine.prepare_model_outputs(output, arguments, batch, None)
+    assert not tu.get_non_tensor_data(batch, "use_fused_kernels", False), "the micro-batch stays as it was"
+    return result, engine
+
+
+def hidden_and_head() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(9, 32, dtype=torch.bfloat16), (torch.randn(384, 32) * 0.2).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_engine_masks_in_fp8_and_reports_in_bf16(temperature):
-    torch.manual_seed(0)
-    logits = torch.randn(9, 384)
+    hidden, head = hidden_and_head()
     labels = torch.arange(9)[:, None]
     with torch.no_grad():
-        fp8, _ = outputs(FP8, logits.clone(), 311, temperature)
-        stock, engine = outputs(PrecisionFlow(), logits.clone(), 311, temperature)
-    scaled = logits / temperature
+        fp8, _ = outputs(FP8, hidden, head, 311, temperature)
+        stock, engine = outputs(PrecisionFlow(), hidden, head, 311, temperature)
+    scaled = (hidden.double() @ head.double().t()).to(torch.bfloat16).float() / temperature
     wanted = torch.log_softmax(scaled[:, :311], -1)
     torch.testing.assert_close(fp8["log_probs"].values(), wanted.gather(1, labels)[:, 0])
     entropy = -(wanted.exp() * wanted).sum(-1)
@@ -657,12 +672,28 @@ def test_the_engine_masks_in_fp8_and_reports_in_bf16(temperature):
 
 
 def test_gradients_through_the_mask():
-    torch.manual_seed(0)
-    logits = torch.randn(9, 384, requires_grad=True)
-    result, _ = outputs(FP8, logits, 311)
+    hidden, head = hidden_and_head()
+    hidden.requires_grad_()
+    result, engine = outputs(FP8, hidden, head, 311)
     (result["log_probs"].values().sum() + result["entropy"].values().sum()).backward()
-    assert logits.grad.isfinite().all(), "an entropy bonus must not give NaN"
-    assert logits.grad[:, 311:].abs().max() == 0 and logits.grad[:, :311].abs().min() > 0
+    grad = engine.decoder.lm_head.main_grad
+    assert hidden.grad.isfinite().all() and grad.isfinite().all(), "an entropy bonus must not give NaN"
+    assert grad[311:].abs().max() == 0 and grad[:311].abs().max(1).values.min() > 0
+
+
+def test_padded_batches_are_refused():
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from verl.jetrl.trainer.engine import JetRLEngine
+
+    engine = object.__new__(JetRLEngine)
+    engine.engine_config = types.SimpleNamespace(precision_flow=FP8)
+    engine.model_config = types.SimpleNamespace(tokenizer=range(311))
+    batch = TensorDict({}, batch_size=[1])
+    tu.assign_non_tensor(batch, use_remove_padding=False)
+    with pytest.raises(ValueError, match="use_remove_padding=true"):
+        engine.prepare_model_outputs(types.SimpleNamespace(logits=torch.zeros(1, 2, 3)), {}, batch, None)
 
 
 # --- verl -----------------------------------------------------------------------------------------------------------------

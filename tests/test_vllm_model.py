@@ -209,16 +209,29 @@ def test_checks_of_a_running_engine(name, sides, monkeypatch):
     assert set(stale) == set(dict(trainer.arena))
 
 
+def written(family: str, rank: int) -> Arena:
+    """An arena of zeros that says it was written."""
+    arena = Arena.create(layout_of(config_of(family)), CPU, rank)
+    arena.control.wrote()
+    return arena
+
+
+def test_an_arena_that_was_never_written_is_refused(load, owned):
+    owned.append(Arena.create(layout_of(config_of("qwen3")), CPU, 0))
+    with pytest.raises(ArenaError, match="has not been written"):
+        load("qwen3")
+
+
 def test_the_loader_needs_the_trainers_arena(load, owned, monkeypatch):
     with pytest.raises(ArenaError, match="no weight arena of trainer rank 0"):
         load("qwen3")
-    owned.append(Arena.create(layout_of(config_of("qwen2")), CPU, 0))
+    owned.append(written("qwen2", 0))
     with pytest.raises(ArenaError, match="same model configuration"):
         load("qwen3")
     monkeypatch.setenv("VERL_REPLICA_RANK", "2")
     with pytest.raises(ArenaError, match="no weight arena of trainer rank 2"):
         load("qwen3")
-    owned.append(Arena.create(layout_of(config_of("qwen3")), CPU, 2))
+    owned.append(written("qwen3", 2))
     owned[-1]["model.norm.weight"].fill_(7)
     assert (load("qwen3").model.norm.weight == 7).all(), "each replica maps the arena of its own trainer process"
 
@@ -226,13 +239,13 @@ def test_the_loader_needs_the_trainers_arena(load, owned, monkeypatch):
 def test_weights_are_not_loaded_into_it(load, owned):
     from vllm.config.load import LoadConfig
 
-    owned.append(Arena.create(layout_of(config_of("qwen3")), CPU, 0))
+    owned.append(written("qwen3", 0))
     with pytest.raises(ArenaError, match="live in the trainer's arena"):
         vllm_model.ArenaLoader(LoadConfig(load_format=vllm_model.LOAD_FORMAT)).load_weights(load("qwen3"), None)
 
 
 def test_tensor_parallel_slices_are_refused(load, owned, monkeypatch):
-    owned.append(Arena.create(layout_of(config_of("qwen3")), CPU, 0))
+    owned.append(written("qwen3", 0))
     load("qwen3")
     monkeypatch.setattr(vllm_model, "get_tensor_model_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):

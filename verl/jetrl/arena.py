@@ -368,7 +368,8 @@ def _map(path: str, nbytes: int) -> Tensor:
 def _own_segment(nbytes: int, device: torch.device) -> Tensor:
     """A zeroed CUDA tensor in a cudaMalloc segment of its own, as CUDA IPC needs it.
 
-    Expandable segments, which verl turns on after each weight update, are made of other memory: off around this one.
+    Expandable segments are made of other memory: they are off from here on, until verl turns them on after the first weight
+    update.
     """
     torch.cuda.empty_cache()  # else a cached segment that other tensors share could be handed out
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

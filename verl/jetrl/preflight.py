@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from verl.jetrl import patching
+from verl.jetrl import memory_plan, patching
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 
 GB = 2**30
@@ -40,6 +40,7 @@ def problems(config: DictConfig) -> list[str]:
         "actor_rollout_ref": lambda: _precision(config, model),
         "actor_rollout_ref.rollout": lambda: _seeds(config),
         "trainer.default_local_dir": lambda: _disk(config, model),
+        "memory plan": lambda: memory_plan.problems(config, model),
     }.items():
         try:
             found += check()

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from types import FrameType
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from verl.jetrl import checkpoints, preflight, processes
+from verl.jetrl import checkpoints, memory_plan, preflight, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yaml
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found:
         print(f"recipe {recipe.name} cannot run here:", *(f"  - {p}" for p in found), sep="\n", file=sys.stderr)
         return 2
+    for config in configs.values():
+        print(memory_plan.describe(config), end="", flush=True)
     if args.check:
         print(f"recipe {recipe.name}: {', '.join(configs)} can run")
         return 0
@@ -151,12 +154,25 @@ class Arm:
         (self.folder / "segments").mkdir(parents=True, exist_ok=True)
         step = checkpoints.repair(self.folder / "checkpoints")
         if step:
+            self._require_shards(self.folder / "checkpoints" / f"global_step_{step}")
             print(f"{self.arm}: going on from step {step}")
         write_atomically(self.folder / "config.yaml", resolved_yaml(self.config))
         numbers = [int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdecimal()]
         number = max(numbers, default=0) + 1
         segment = self.folder / "segments" / f"{number:03d}.jsonl"
         return self._supervise(segment, step or 0)
+
+    def _require_shards(self, checkpoint: Path) -> None:
+        """Ends where the checkpoint was saved by another number of processes: verl would look for files that are not there."""
+        saved = checkpoints.world_size_of(checkpoint / "actor")
+        if saved is None:
+            return
+        wanted = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        if saved != wanted:
+            raise SystemExit(
+                f"error: {checkpoint} was saved by {saved} processes, this run has {wanted}. To go on from it:\n"
+                f"  python -m verl.jetrl.checkpoints reshard {shlex.quote(str(checkpoint))} --world-size {wanted}"
+            )
 
     def _changed_settings(self) -> str:
         """The settings that differ from those of the last start, "" when there are none or nothing was started."""

@@ -154,12 +154,16 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MV):
         (x_MH,) = ctx.saved_tensors
-        dy_MV = dy_MV.to(torch.bfloat16)
-        main_grad_VH = _sink(ctx.head.main_grad, "head")
-        for start in range(0, dy_MV.shape[1], HEAD_ROWS):
-            rows = slice(start, start + HEAD_ROWS)
-            main_grad_VH[rows].add_(_mm_fp32(dy_MV[:, rows].t(), x_MH))
-        return dy_MV @ ctx.head.weight, None
+        return add_head_gradient(ctx.head, dy_MV.to(torch.bfloat16), x_MH), None
+
+
+def add_head_gradient(head: Weight, dy_MV: Tensor, x_MH: Tensor) -> Tensor:
+    """dx (M, H) of the head for BF16 ``dy_MV``; adds the head's own gradient to its accumulator."""
+    main_grad_VH = _sink(head.main_grad, "head")
+    for start in range(0, dy_MV.shape[1], HEAD_ROWS):
+        rows = slice(start, start + HEAD_ROWS)
+        main_grad_VH[rows].add_(_mm_fp32(dy_MV[:, rows].t(), x_MH))
+    return dy_MV @ head.weight
 
 
 def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:

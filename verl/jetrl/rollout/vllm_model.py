@@ -109,6 +109,8 @@ class ArenaLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), device:
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         model.arena = Arena.attach(layout_of(model_config.hf_config), device, trainer_rank())
+        if not model.arena.control.version:
+            raise ArenaError("the weight arena has not been written: the trainer must round its weights into it first")
         model.bind(model.arena)
         process_weights_after_loading(model, model_config, device)
         if device.type == "cuda" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":

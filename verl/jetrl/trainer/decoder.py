@@ -6,6 +6,7 @@ The Hugging Face modules stay as holders of the FP32 master parameters, under th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -22,10 +23,23 @@ from verl.jetrl.model.decoder import Decoder
 _UNUSED = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 
 
-def share_decoder(module: nn.Module, decoder: Decoder) -> None:
-    """Makes ``module`` (a Hugging Face causal LM) compute with ``decoder``, in place."""
+def share_decoder(module: nn.Module, decoder: Decoder, with_head: bool = True) -> None:
+    """Makes ``module`` (a Hugging Face causal LM) compute with ``decoder``, in place.
+
+    ``with_head=False``: its "logits" are the final hidden states (:mod:`verl.jetrl.trainer.log_probs` takes those).
+    """
     module.model.forward = MethodType(_forward_of(decoder), module.model)
-    module.lm_head.forward = MethodType(lambda _, x: _head(decoder, x), module.lm_head)
+    module.lm_head.forward = MethodType(lambda _, x: _head(decoder, x) if with_head else x, module.lm_head)
+
+
+def _attention(name: str) -> Callable:
+    known = AttentionInterface()
+    if name not in known.valid_keys():
+        raise ValueError(
+            f"attn_implementation={name!r} is not supported by the FP8 decoder; set "
+            "actor_rollout_ref.model.override_config.attn_implementation to jetrl_fa3 (GPU) or jetrl_fp32 (CPU)"
+        )
+    return known[name]
 
 
 def _head(decoder: Decoder, x_BTH: Tensor) -> Tensor:
@@ -56,7 +70,7 @@ def _forward_of(decoder: Decoder):
             past_key_values=None,
             position_ids=position_ids,
         )
-        attention = AttentionInterface()[config._attn_implementation]
+        attention = _attention(config._attn_implementation)
         extra = {k: v for k, v in kwargs.items() if k not in _UNUSED} | {"position_ids": position_ids}
 
         def attend(holder: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -23,8 +25,9 @@ from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.trainer import attention, flash
 from verl.jetrl.trainer.decoder import share_decoder
+from verl.jetrl.trainer.log_probs import log_probs
 from verl.jetrl.trainer.masters import Masters, shard_parameters
-from verl.jetrl.vocabulary import mask_padding, padding_mass
+from verl.jetrl.vocabulary import padding_mass
 from verl.jetrl.weights import digest, fused_digests
 
 
@@ -48,7 +51,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         if self.flow.fp8:
             self.decoder = Decoder(module.config)
-            share_decoder(module, self.decoder)
+            share_decoder(module, self.decoder, with_head=False)
         return module
 
     def _build_fsdp_module(self, module):
@@ -91,6 +94,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
             return super().optimizer_step()
         self.masters.assign_grads()
         grad_norm = super().optimizer_step()
+        self.masters.drop_grads()
         self.masters.write()
         return grad_norm
 
@@ -102,17 +106,36 @@ class JetRLEngine(FSDPEngineWithLMHead):
     # --- log-probs ------------------------------------------------------------------------------------------------
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        """Log-probs of the micro-batch; the FP8 arm masks the vocabulary's padding as the rollout does.
+        """Log-probs of the micro-batch; in FP8 by the rollout's arithmetic, the vocabulary's padding masked as there.
 
         verl masks ids past ``len(tokenizer)`` in the rollout only.  In the stock arms it stays so, and
         :meth:`take_padding_abs_dlogp` reports what that costs.
         """
         vocabulary = len(self.model_config.tokenizer)
         if self.flow.fp8:
-            output.logits = mask_padding(output.logits, vocabulary)
-        elif not torch.is_grad_enabled() and output.logits.shape[-1] > vocabulary:
+            return super().prepare_model_outputs(*self._fused(output, output_args, micro_batch), logits_processor_func)
+        if not torch.is_grad_enabled() and output.logits.shape[-1] > vocabulary:
             self._note_padding(output.logits, micro_batch, vocabulary)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+    def _fused(self, output, output_args: dict, micro_batch: TensorDict) -> tuple[SimpleNamespace, dict, TensorDict]:
+        """The arguments of verl's ``prepare_model_outputs`` for a model that gives log-probs instead of logits."""
+        if not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            raise ValueError(
+                "precision_flow.linear=fp8 trains on packed sequences: actor_rollout_ref.model.use_remove_padding=true"
+            )
+        hidden = output.logits.squeeze(0)
+        chosen, entropy = log_probs(
+            hidden,
+            self.decoder.lm_head,
+            output_args["input_ids_rmpad_rolled"],
+            output_args["temperature_rmpad"].clamp(min=1e-8),
+            len(self.model_config.tokenizer),
+            tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
+        )
+        fused = micro_batch.copy()
+        tu.assign_non_tensor(fused, use_fused_kernels=True)
+        return SimpleNamespace(log_probs=chosen[None], entropy=None if entropy is None else entropy[None]), output_args, fused
 
     def _note_padding(self, logits: Tensor, micro_batch: TensorDict, vocabulary: int) -> None:
         temperature = micro_batch["temperature"]

@@ -103,7 +103,7 @@ class Masters:
             yield entry.name, self.decoder.get_submodule(owner), "bias_grad" if kind == "bias" else "main_grad"
 
     def zero_grad(self) -> None:
-        """Zeroes the accumulators, allocating them the first time."""
+        """Zeroes the accumulators; allocates them where they were dropped."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for name, module, attribute in self._accumulators():
@@ -113,6 +113,13 @@ class Masters:
                 setattr(module, attribute, torch.zeros(shape, dtype=torch.float32, device=self.arena.data.device))
             else:
                 grad.zero_()
+
+    def drop_grads(self) -> None:
+        """Frees all gradients: four bytes per parameter that the rollout's KV cache can use."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for _, module, attribute in self._accumulators():
+            setattr(module, attribute, None)
 
     def assign_grads(self) -> None:
         """Reduces the accumulators over the ranks (mean) and hangs each rank's rows on its parameters.

@@ -1,0 +1,109 @@
+"""Log-probs and entropy from hidden states, a few tokens at a time: the logits of a micro-batch never exist as a whole.
+
+The arithmetic is the rollout's.  Logits are BF16 from the shared head, ids past the tokenizer's are masked, and then come
+the steps of vLLM's sampler: an FP32 copy, the temperature, the log-softmax at the sampled token.  On a GPU these are
+vLLM's own kernels; its CPU sampler runs the same torch functions as here.  A token's bits do not depend on the others.
+The backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.jetrl.fp8 import ops
+from verl.jetrl.model.autograd import add_head_gradient
+from verl.jetrl.model.decoder import Weight
+from verl.jetrl.vocabulary import mask_padding
+
+CHUNK_VALUES = 2**27  # logits at a time: 0.5 GiB in FP32
+MULTIPLE = 128  # tokens at a time are a multiple of this
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(CHUNK_VALUES // vocabulary // MULTIPLE, 1) * MULTIPLE
+
+
+def scaled_logits(x_MH: Tensor, head_VH: Tensor, temperature_M: Tensor, tokens: int) -> Tensor:
+    """FP32 logits (M, V) as the rollout samples from them: ids from ``tokens`` on masked, divided by the temperature."""
+    logits_MV = mask_padding(ops.bf16_gemm_nt(x_MH, head_VH), tokens).float()
+    if logits_MV.is_cuda:
+        from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+
+        rows = torch.arange(len(logits_MV), dtype=torch.int32, device=logits_MV.device)
+        apply_temperature(logits_MV, rows, temperature_M.float())
+        return logits_MV
+    return logits_MV.div_(temperature_M.float()[:, None])
+
+
+def chosen_log_probs(logits_MV: Tensor, ids_M: Tensor) -> Tensor:
+    """FP32 log-probs (M,) of ``ids_M`` under FP32 ``logits_MV``, by the sampler's function."""
+    if logits_MV.is_cuda:
+        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+        return compute_token_logprobs(logits_MV, ids_M[:, None])[:, 0]
+    return logits_MV.log_softmax(dim=-1, dtype=torch.float32).gather(-1, ids_M[:, None])[:, 0]
+
+
+def _entropy(logits_MV: Tensor) -> Tensor:
+    probabilities = logits_MV.softmax(-1)
+    # 0 * -inf is 0 here: a masked id has no share in the entropy
+    weighted = torch.where(probabilities > 0, probabilities * logits_MV, 0.0)
+    return torch.logsumexp(logits_MV, -1) - weighted.sum(-1)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MH, head, ids_M, temperature_M, tokens, with_entropy):
+        ctx.head, ctx.tokens, ctx.with_entropy = head, tokens, with_entropy
+        ctx.save_for_backward(x_MH, ids_M, temperature_M)
+        return _forward(x_MH, head, ids_M, temperature_M, tokens, with_entropy)
+
+    @staticmethod
+    def backward(ctx, d_log_prob_M, d_entropy_M):
+        x_MH, ids_M, temperature_M = ctx.saved_tensors
+        dx_MH = torch.empty_like(x_MH)
+        step = chunk_tokens(ctx.head.weight.shape[0])
+        for start in range(0, len(x_MH), step):
+            rows = slice(start, start + step)
+            logits_MV = scaled_logits(x_MH[rows], ctx.head.weight, temperature_M[rows], ctx.tokens)
+            d_MV = logits_MV.softmax(-1)
+            if ctx.with_entropy:
+                log_p_MV = logits_MV.log_softmax(-1).masked_fill(d_MV == 0, 0.0)
+                mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
+                d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
+            d_MV *= -d_log_prob_M[rows, None]
+            d_MV.scatter_add_(-1, ids_M[rows, None], d_log_prob_M[rows, None])
+            if ctx.with_entropy:
+                d_MV += d_entropy_MV
+            d_MV /= temperature_M[rows, None].float()
+            dx_MH[rows] = add_head_gradient(ctx.head, d_MV.to(torch.bfloat16), x_MH[rows])
+        return dx_MH, None, None, None, None, None
+
+
+def _forward(
+    x_MH: Tensor, head: Weight, ids_M: Tensor, temperature_M: Tensor, tokens: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    log_probs, entropies = [], []
+    step = chunk_tokens(head.weight.shape[0])
+    for start in range(0, max(len(x_MH), 1), step):
+        rows = slice(start, start + step)
+        logits_MV = scaled_logits(x_MH[rows], head.weight, temperature_M[rows], tokens)
+        log_probs.append(chosen_log_probs(logits_MV, ids_M[rows]))
+        if with_entropy:
+            entropies.append(_entropy(logits_MV))
+    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+
+def log_probs(
+    x_MH: Tensor, head: Weight, ids_M: Tensor, temperature_M: Tensor, tokens: int, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """FP32 log-probs (M,) of ``ids_M`` and, on request, the entropies (M,) in nats.
+
+    Args: x_MH: BF16 final hidden states.  head: its ``main_grad`` receives the head's gradient.  ids_M: int64.
+    temperature_M: FP32.  tokens: ids from here on are padding of the vocabulary and cannot be sampled.
+    """
+    if torch.is_grad_enabled():
+        return _LogProbs.apply(x_MH, head, ids_M, temperature_M, tokens, with_entropy)
+    return _forward(x_MH, head, ids_M, temperature_M, tokens, with_entropy)
