@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -55,6 +55,11 @@ lock: setup ## resolve requirements/*.in into the lock files again
 
 bench-ops: setup ## benchmark the FP8 operators on a Hopper GPU -> benchmarks/results/ops.json
 	$(PY) -m benchmarks.ops
+
+bench-rollout: setup ## rollout speed, weight update and mismatch of the arms on a Hopper GPU -> rollout, sync, mismatch .json
+	$(PY) -m benchmarks.rollout
+
+bench-sync: bench-rollout ## the same: one run measures all three
 
 docker: ## build the image with the GPU stack
 	docker build -t verl-jetrl:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .

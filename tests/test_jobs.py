@@ -32,6 +32,7 @@ SMALL = (
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.max_num_seqs=32",
     "jetrl.record_state=true",
+    "jetrl.verify_log_probs_every=2",
 )
 
 
@@ -87,8 +88,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arms(root: Path, runs: Path) -> dict[str, Path]:
-    """The three main arms, run to the end."""
-    chosen = ("bf16", "bf16-train-fp8-rollout", "jetrl")
+    """The three main arms and exact mode, run to the end."""
+    chosen = ("bf16", "bf16-train-fp8-rollout", "jetrl", "jetrl-exact")
     result = subprocess.run(command(root, runs, ",".join(chosen), *recorded(runs)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return {arm: runs / "tiny" / arm for arm in chosen}
@@ -110,10 +111,12 @@ def test_arms_finish_and_leave_nothing(arms: dict[str, Path]) -> None:
 def test_every_metric_is_reported_in_every_arm(arms: dict[str, Path]) -> None:
     wanted = {names.REWARD, *names.MISMATCH, *names.CLIP, names.RESPONSE_LENGTH, names.ENTROPY, names.GRAD_NORM}
     wanted |= {*names.TIME_PHASES, names.TIME_STEP, names.TOKENS_PER_S, names.PEAK_MEMORY_GB, names.PADDING_ABS_DLOGP}
+    of_the_pass = {*names.MISMATCH, names.ENTROPY, names.PADDING_ABS_DLOGP}
     for arm, run in arms.items():
         for step, data in records(run).items():
-            assert wanted <= data.keys(), (arm, step, wanted - data.keys())
-            assert all(math.isfinite(data[name]) for name in wanted), (arm, step)
+            here = wanted - of_the_pass if arm == "jetrl-exact" and step % 2 == 0 else wanted
+            assert here <= data.keys(), (arm, step, here - data.keys())
+            assert all(math.isfinite(data[name]) for name in here), (arm, step)
 
 
 def test_mismatch_tells_the_arms_apart(arms: dict[str, Path]) -> None:
@@ -123,6 +126,17 @@ def test_mismatch_tells_the_arms_apart(arms: dict[str, Path]) -> None:
     bf16, mixed, jetrl = (mean(arms[a], names.ABS_DLOGP_MEAN) for a in ("bf16", "bf16-train-fp8-rollout", "jetrl"))
     assert jetrl < min(1e-5, bf16 / 4), "the jetrl arm's sides do not run the same operators on the same bytes"
     assert mixed > 3 * bf16, "the mixed arm does not roll out in FP8"
+
+
+def test_exact_mode_is_exact_and_drops_the_pass(arms: dict[str, Path]) -> None:
+    """Every log-prob of every sampled token of the checked steps, over weight updates: equal bit for bit."""
+    data = records(arms["jetrl-exact"])
+    for step in (1, 3):
+        assert data[step][names.ABS_DLOGP_MAX] == 0.0 and data[step][names.K3_KL] == 0.0
+    for step in (2, 4):
+        assert names.ABS_DLOGP_MAX not in data[step], "the pass ran where nothing was to be checked"
+        assert data[step][names.TIME_LOG_PROB] < data[3][names.TIME_LOG_PROB] / 5
+    assert mean(arms["jetrl"], names.ABS_DLOGP_MAX) > 0, "without exact mode attention differs: this test can fail"
 
 
 def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:

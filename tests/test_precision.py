@@ -92,7 +92,7 @@ def setting(checkpoint: Path, tmp_path: Path):
         ({"linear": "fp8", "modules": ["q_proj", "k_proj", "v_proj"]}, "lacks down_proj, gate_proj, o_proj, up_proj:"),
         ({"linear": "fp8", "modules": [m for m in LINEAR_MODULES if m != "o_proj"]}, "lacks o_proj: the decoder that trainer"),
         ({"linear": "fp8", "modules": ["o_proj", "o_proj"]}, "names a layer twice"),
-        ({"exact": True}, "precision_flow.exact=true is not available"),
+        ({"exact": True}, "precision_flow.exact=true needs precision_flow.linear=fp8"),
     ],
 )
 def test_flow_refuses(values, message):
@@ -154,7 +154,14 @@ BAD = [
         ["actor_rollout_ref.actor.fsdp_config.precision_flow.modules=[o_proj]"],
         "precision_flow.modules lacks down_proj",
     ),
-    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.exact=true"], "precision_flow.exact=true"),
+    ("bf16", ["actor_rollout_ref.actor.fsdp_config.precision_flow.exact=true"], "precision_flow.exact=true needs"),
+    ("jetrl-exact", ["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9 with precision_flow.exact=true"),
+    ("jetrl-exact", ["actor_rollout_ref.rollout.top_k=50"], "rollout.top_k=50 with precision_flow.exact=true"),
+    (
+        "jetrl-exact",
+        ["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "actor_rollout_ref.rollout.temperature=0.7"],
+        "logprobs_mode=raw_logprobs with precision_flow.exact=true",
+    ),
     ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
     ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),
     ("bf16", ["data.train_files=null"], "data.train_files: 0 prompts"),

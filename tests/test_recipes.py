@@ -17,7 +17,7 @@ from verl.jetrl.config_diff import diff
 from verl.jetrl.run import MAIN_ARMS
 
 RECIPES = ("tiny", "qwen3-8b", "smollm2-135m")
-ALL_ARMS = {*MAIN_ARMS, "bf16-train-fp8-rollout-tis"}
+ALL_ARMS = {*MAIN_ARMS, "bf16-train-fp8-rollout-tis", "jetrl-exact"}
 PRECISION = "actor_rollout_ref.actor.fsdp_config.precision_flow.linear"
 MIXED = {"jetrl.mixed_precision", "actor_rollout_ref.rollout.quantization"}
 # What a difference of precision_flow.linear shows up as, through the interpolations of the base configuration.
@@ -28,6 +28,7 @@ FLOW = {
 }
 DIFFERENCES = {
     "jetrl": FLOW,
+    "jetrl-exact": FLOW | {key.replace("linear", "exact") for key in FLOW},
     "bf16-train-fp8-rollout": MIXED,
     "bf16-train-fp8-rollout-tis": MIXED | {"algorithm.rollout_correction.rollout_is"},
 }

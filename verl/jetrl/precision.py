@@ -20,7 +20,7 @@ class PrecisionFlow(BaseConfig):
     ``linear``: "bf16", or "fp8": float8_e4m3fn with FP32 scales, weights in 128x128 blocks, activations and output
     gradients in 1x128 groups along the reduction (see :mod:`verl.jetrl.fp8.format`).  Everything else stays in BF16.
     ``modules``: names of the linear layers that ``linear`` speaks of.
-    ``exact``: rollout and training log-probs equal bit for bit.
+    ``exact``: rollout and training log-probs equal bit for bit (docs/exact.md).
     """
 
     linear: str = "bf16"
@@ -45,8 +45,8 @@ class PrecisionFlow(BaseConfig):
                 f"precision_flow.modules lacks {', '.join(missing)}: the decoder that trainer and rollout share runs all of "
                 f"{', '.join(LINEAR_MODULES)} in FP8; name them all, or set precision_flow.linear=bf16"
             )
-        if self.exact:
-            raise ValueError("precision_flow.exact=true is not available: rollout and trainer still run different attention")
+        if self.exact and not self.fp8:
+            raise ValueError("precision_flow.exact=true needs precision_flow.linear=fp8: the BF16 arms run upstream's models")
 
     @property
     def fp8(self) -> bool:

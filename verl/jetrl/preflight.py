@@ -236,6 +236,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
             found.append("LoRA with FP8 is not supported: set actor_rollout_ref.model.lora_rank=0")
     if (flow.fp8 or stock) and model is not None and model.model_type not in SUPPORTED_MODELS:
         found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
+    if flow.exact:
+        found += _exact(actor_rollout_ref.rollout)
     # What every arm needs: its checks of precision flow and weights look into these parts.
     for setting, value, needed in (
         ("actor_rollout_ref.actor.strategy", actor_rollout_ref.actor.strategy, "fsdp2"),
@@ -250,6 +252,21 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     mode = config.trainer.v1.trainer_mode
     if mode != "sync" or not config.trainer.use_v1:
         found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
+    return found
+
+
+def _exact(rollout: DictConfig) -> list[str]:
+    """Sampling settings that change a token's probability after the log-softmax that both sides share."""
+    needed = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0, None), "repetition_penalty": (1, None)}
+    needed |= {"presence_penalty": (0, None), "frequency_penalty": (0, None), "logprobs_mode": ("processed_logprobs",)}
+    found = []
+    for name, values in needed.items():
+        value = rollout.get(name)
+        if value not in values and not (name == "logprobs_mode" and value == "raw_logprobs" and rollout.temperature == 1):
+            found.append(
+                f"actor_rollout_ref.rollout.{name}={value} with precision_flow.exact=true: the log-probs of sampled tokens "
+                f"would not be the policy's; set it to {values[0]}"
+            )
     return found
 
 

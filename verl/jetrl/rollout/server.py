@@ -43,7 +43,7 @@ class JetRLHttpServer(vLLMHttpServer):
             )
         return vllm_quant.METHOD, {
             "architectures": [vllm_model.ARCHITECTURE],
-            "quantization_config": {"quant_method": vllm_quant.METHOD},
+            "quantization_config": {"quant_method": vllm_quant.METHOD, "exact": self.flow.exact},
         }
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:

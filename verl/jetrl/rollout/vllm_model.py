@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from verl.jetrl.arena import Arena, ArenaError, layout_of
 from verl.jetrl.fp8 import gemm
 from verl.jetrl.model.decoder import Body, Decoder
+from verl.jetrl.rollout import exact_attention
 
 ARCHITECTURE = "JetRLForCausalLM"
 LOAD_FORMAT = "jetrl_arena"
@@ -37,6 +38,8 @@ class JetRLBody(Body):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         super().__init__(vllm_config.model_config.hf_config)
+        exact = getattr(vllm_config.quant_config, "exact", False)
+        backend = exact_attention.backend(vllm_config.device_config.device.type) if exact else None
         for index, layer in enumerate(self.layers):
             attention = layer.self_attn
             attention.attn = Attention(
@@ -46,6 +49,7 @@ class JetRLBody(Body):
                 num_kv_heads=attention.kv_heads,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}.layers.{index}.self_attn.attn",
+                attn_backend=backend,
             )
 
     def forward(

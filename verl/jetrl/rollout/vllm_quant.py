@@ -18,7 +18,14 @@ METHOD = "jetrl_fp8"
 
 @register_quantization_config(METHOD)
 class JetRLFp8Config(QuantizationConfig):
-    """float8_e4m3fn weights in 128x128 blocks with FP32 scales, activations in 1x128 groups, quantized by the trainer."""
+    """float8_e4m3fn weights in 128x128 blocks with FP32 scales, activations in 1x128 groups, quantized by the trainer.
+
+    ``exact``: attention gives the trainer's bits.
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        super().__init__()
+        self.exact = exact
 
     def get_name(self) -> str:
         return METHOD
@@ -36,7 +43,7 @@ class JetRLFp8Config(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> JetRLFp8Config:
-        return cls()
+        return cls(bool(config.get("exact", False)))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
         return None

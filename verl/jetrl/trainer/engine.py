@@ -50,6 +50,8 @@ class JetRLEngine(FSDPEngineWithLMHead):
             raise ValueError("precision_flow.linear=fp8 does not support LoRA: set actor_rollout_ref.model.lora_rank=0")
         module = super()._build_module()
         if self.flow.fp8:
+            if self.flow.exact:
+                module.config._attn_implementation = attention.EXACT if get_device_name() == "cpu" else flash.NAME
             self.decoder = Decoder(module.config)
             share_decoder(module, self.decoder, with_head=False)
         return module

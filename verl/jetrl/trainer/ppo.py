@@ -58,6 +58,7 @@ class JetRLTrainer(PPOTrainerSync):
             ("rollout", self._ask_rollout("jetrl_patches")[0]),
         ):
             print(f"patches in the {side}'s worker:", ", ".join(f"{n} {s}" for n, s in patches.items()), flush=True)
+        self._first_step = self.global_steps + 1
         self._check_precision_flow()
         self._check_weights()
         self._record_state()
@@ -120,12 +121,14 @@ class JetRLTrainer(PPOTrainerSync):
         return super()._submit_batch_to_rollout(batch)
 
     def _watch_rollout(self) -> None:
-        """Called while the trainer waits for responses: a failed request or a dead server ends the run."""
+        """Called while the trainer waits for responses: a failed request, a dead server or trainer process ends the run."""
         error = self.agent_loop_manager.first_error()
         if error:
             raise RolloutError(f"a request of step {self.global_steps} failed in the rollout: {error}")
         replicas = self.llm_server_manager.get_replicas()
         ray.get([server.check_health.remote() for replica in replicas for server in replica.servers])
+        # The trainer's processes idle meanwhile: one that died holds the weights that the engine reads.
+        ray.get([worker.__ray_ready__.remote() for worker in self.actor_rollout_wg.workers])
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """verl calls this to replace failed prompts, and would go on for ever."""
@@ -150,19 +153,45 @@ class JetRLTrainer(PPOTrainerSync):
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
+    @property
+    def _exact(self) -> bool:
+        return self.config.actor_rollout_ref.actor.fsdp_config.precision_flow.exact
+
     def _compute_old_log_prob(self, batch, metrics: dict):
+        """verl's pass over the responses; in exact mode only every ``jetrl.verify_log_probs_every`` steps.
+
+        There the rollout's log-probs *are* the trainer's, so the pass has nothing to add; when it runs it must find no
+        difference in any token.
+        """
+        every = self.config.jetrl.verify_log_probs_every
+        if self._exact and not (every and (self.global_steps - self._first_step) % every == 0):
+            fields = ["rollout_log_probs", "extra_fields"]
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            metrics[names.TIME_ROLLOUT] = self._rollout_seconds(data.pop("extra_fields"))
+            data["old_log_probs"] = data.pop("rollout_log_probs")
+            return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
         batch = super()._compute_old_log_prob(batch, metrics)
         metrics.update(self._mismatch(batch))
+        if self._exact and metrics[names.ABS_DLOGP_MAX] != 0.0:
+            raise RolloutError(
+                f"exact mode: rollout and trainer differ by up to {metrics[names.ABS_DLOGP_MAX]:.3e} in the log-prob of a "
+                f"token of step {self.global_steps}; they must be equal bit for bit. A stale weight, another kernel or "
+                "another version on one side does this; precision_flow.exact=false trains with the difference."
+            )
         return batch
+
+    def _rollout_seconds(self, extra_fields) -> float:
+        # verl's rollout cache (skip.rollout_tq) replays responses that were finished before they were asked for.
+        finished = [extra["finished_at"] for extra in extra_fields.tolist()]
+        return max(0.0, max(finished) - self._submitted_at)
 
     def _mismatch(self, batch) -> dict[str, float]:
         fields = ["rollout_log_probs", "old_log_probs", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        finished = [extra["finished_at"] for extra in data.pop("extra_fields").tolist()]
+        seconds = self._rollout_seconds(data.pop("extra_fields"))
         padded = DataProto(batch=data.to_padded_tensor()).batch
         values = mismatch(padded["rollout_log_probs"], padded["old_log_probs"], padded["response_mask"])
-        # verl's rollout cache (skip.rollout_tq) replays responses that were finished before they were asked for.
-        values[names.TIME_ROLLOUT] = max(0.0, max(finished) - self._submitted_at)
+        values[names.TIME_ROLLOUT] = seconds
         values[names.PADDING_ABS_DLOGP] = max(self.actor_rollout_wg.jetrl_padding_abs_dlogp())
         return values
 
