@@ -114,6 +114,7 @@ def load(monkeypatch, tmp_path):
     from vllm.model_executor.model_loader import get_model_loader
 
     monkeypatch.setattr(vllm_model, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(vllm_model, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.delenv("VERL_REPLICA_RANK", raising=False)
 
     def load(name: str) -> nn.Module:
@@ -244,12 +245,80 @@ def test_weights_are_not_loaded_into_it(load, owned):
         vllm_model.ArenaLoader(LoadConfig(load_format=vllm_model.LOAD_FORMAT)).load_weights(load("qwen3"), None)
 
 
-def test_tensor_parallel_slices_are_refused(load, owned, monkeypatch):
-    owned.append(written("qwen3", 0))
-    load("qwen3")
-    monkeypatch.setattr(vllm_model, "get_tensor_model_parallel_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
-        load("qwen3")
+CUT = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_the_shares_of_two_gpus_add_up_to_the_whole(family, mesh):
+    """Two decoders on slices of one arena, in two threads that add their partial sums: the whole decoder's hidden states."""
+    import threading
+
+    from verl.jetrl.fp8 import ops
+    from verl.jetrl.model.decoder import Decoder
+    from verl.jetrl.trainer.attention import fp64_attention
+    from verl.jetrl.trainer.decoder import share_decoder
+    from verl.jetrl.trainer.masters import Masters, shard_parameters
+
+    changes = {**MODELS[family], **CUT, "num_hidden_layers": 2, "attention_bias": family == "llama"}
+    changes.pop("model_type")
+    model = make(family, **changes)
+    whole = Decoder(model.config)
+    share_decoder(model, whole)
+    shard_parameters(model, mesh, CPU)
+    arena = Arena.private(layout_of(model.config, 2), CPU)
+    whole.bind(arena)
+    Masters(model, whole, arena).write()
+    barrier, partial_sums = threading.Barrier(2), [None, None]
+
+    def share(rank: int) -> Decoder:
+        def reduce(y: torch.Tensor) -> torch.Tensor:
+            partial_sums[rank] = y
+            barrier.wait(60)
+            total = (partial_sums[0].float() + partial_sums[1].float()).bfloat16()
+            barrier.wait(60)
+            return total
+
+        decoder = Decoder(model.config)
+        decoder.bind(arena)
+        decoder.slice(rank, 2, reduce, arena)
+        return decoder
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fp64_attention(q, k, v, 64**-0.5).flatten(1)
+
+    ids = torch.arange(40) * 7 % 384
+    results: list = [None, None]
+
+    def run(rank: int) -> None:
+        with torch.no_grad():
+            results[rank] = share(rank).model.run(ids, torch.arange(40), [attend] * 2)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    with torch.no_grad():
+        wanted = whole.model.run(ids, torch.arange(40), [attend] * 2)
+    assert torch.equal(results[0], results[1])
+    error = (results[0].double() - wanted.double()).norm() / wanted.double().norm()
+    # The partial sums are rounded to BF16 before they are added, which FP8 amplifies; nothing else differs.
+    assert error < 0.06, error
+    one_rank_only = share(0)
+    for module in one_rank_only.linears():
+        module.reduce = None
+    with torch.no_grad():
+        lost = one_rank_only.model.run(ids, torch.arange(40), [attend] * 2)
+    assert (lost.double() - wanted.double()).norm() / wanted.double().norm() > 0.2, "half of every sum is missing: must show"
+    x = ops.quantize_rows(torch.randn(5, 256).bfloat16())
+    layers = [decoder.model.layers[0] for decoder in (whole, share(0), share(1))]
+    full, *halves = (layer.self_attn.qkv_proj.fprop(x) for layer in layers)
+    for mine, theirs in zip(full.split(256, -1), zip(*(half.split(128, -1) for half in halves), strict=True), strict=True):
+        assert torch.equal(mine, torch.cat(theirs, -1)), "columns and their biases are cut, not rounded again"
+
+
+@pytest.mark.parametrize(("family", "changes", "what"), [("qwen3", {}, "intermediate_size=192"), ("llama", {}, "=576")])
+def test_layers_that_cannot_be_cut_are_refused(family, changes, what):
+    with pytest.raises(ValueError, match=f"tensor_model_parallel_size=2.*{what}"):
+        layout_of(config_of(family, **changes), 2)
 
 
 def test_vllm_knows_the_method():
@@ -287,7 +356,7 @@ def calls(monkeypatch) -> Calls:
     for method in ("sleep", "clear_kv_cache", "set_global_steps"):
 
         async def note(self, *args, m=method):
-            calls.append((m, *args, self.control.holder if self.control else None))
+            calls.append((m, *args, self.controls[0].holder if self.controls else None))
 
         monkeypatch.setattr(server.vLLMHttpServer, method, note)
     return calls
@@ -296,7 +365,8 @@ def calls(monkeypatch) -> Calls:
 def server_of(linear: str = "fp8", control: Control | None = None) -> JetRLHttpServer:
     made = object.__new__(JetRLHttpServer)
     made.config = types.SimpleNamespace(custom={"precision_flow": {"linear": linear}}, quantization=None)
-    made._control, made._running, made.replica_rank, made.node_rank = control, 0, 0, 0
+    made._controls, made._running, made.replica_rank, made.node_rank = [control] if control else [], 0, 0, 0
+    made.replica_world_size = 1
     return made
 
 
@@ -335,7 +405,7 @@ def test_weights_that_change_under_a_request(calls, control):
         await request
 
     control.hand_over(ENGINE)
-    with pytest.raises(LeaseError, match="changed from version 1 to 9 under a running request"):
+    with pytest.raises(LeaseError, match="changed from version \[1\] to \[9\] under a running request"):
         asyncio.run(scenario())
     assert one._running == 0
 
@@ -393,26 +463,40 @@ def test_taking_the_weights(calls, control):
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_another_version_than_handed_over_is_refused(calls, control, version):
-    with pytest.raises(LeaseError, match=f"handed over version {version} of the weights, the arena has 1"):
+    with pytest.raises(LeaseError, match=rf"handed over version {version} of the weights, the arenas have \[1\]"):
         asyncio.run(server_of(control=control).take_weights(version, 4))
     assert calls == [] and control.holder == TRAINER
 
 
 def test_the_other_arms_have_no_lease(calls):
     one = server_of("bf16")
-    assert asyncio.run(one.generate()) == "output" and one.control is None
+    assert asyncio.run(one.generate()) == "output" and one.controls == []
     asyncio.run(one.sleep())
     assert calls == ["generate", ("sleep", None)]
 
 
-def test_the_server_finds_its_replicas_control_block(owned):
+def test_the_server_finds_its_replicas_control_blocks(owned):
+    """Of a replica on two GPUs both; handed over together."""
     one = server_of()
-    one.replica_rank = 1
-    with pytest.raises(ArenaError, match="no weight arena of trainer rank 1"):
-        assert one.control
-    owned.append(Arena.create(layout_of(config_of("qwen3")), CPU, 1))
-    owned[-1].control.wrote()
-    assert one.control.version == 1 and one.control is one.control
+    one.replica_rank, one.replica_world_size = 1, 2
+    for rank in (2, 3):
+        with pytest.raises(ArenaError, match=f"no weight arena of trainer rank {rank}"):
+            _ = one.controls
+        owned.append(written("qwen3", rank))
+    assert [control.version for control in one.controls] == [1, 1] and one.controls is one.controls
+
+
+def test_both_gpus_of_a_replica_are_handed_over(calls, owned):
+    one = server_of()
+    one.replica_world_size = 2
+    owned += [written("qwen3", 0), written("qwen3", 1)]
+    asyncio.run(one.take_weights(1, 4))
+    assert [control.holder for control in one.controls] == [ENGINE, ENGINE]
+    asyncio.run(one.sleep())
+    assert [control.holder for control in one.controls] == [TRAINER, TRAINER]
+    owned[1].control.wrote()
+    with pytest.raises(LeaseError, match=r"handed over version 1 of the weights, the arenas have \[1, 2\]"):
+        asyncio.run(one.take_weights(1, 4))
 
 
 def test_what_the_server_asks_of_vllm(monkeypatch):
@@ -425,7 +509,7 @@ def test_what_the_server_asks_of_vllm(monkeypatch):
     assert server_of("bf16")._apply_quantization() == ("stock", {})
     method, overrides = server_of()._apply_quantization()
     assert method == "jetrl_fp8" and overrides["architectures"] == ["JetRLForCausalLM"]
-    assert json.loads(json.dumps(overrides))["quantization_config"] == {"quant_method": "jetrl_fp8"}
+    assert json.loads(json.dumps(overrides))["quantization_config"] == {"quant_method": "jetrl_fp8", "exact": False}
     both = server_of()
     both.config.quantization = "fp8"
     with pytest.raises(ValueError, match="exclude each other.*Remove actor_rollout_ref.rollout.quantization"):

@@ -12,6 +12,7 @@ entry                           bytes
 ``*_proj.weight``               float8_e4m3fn (N, K); q, k, v and gate, up one below the other
 ``*_proj.weight_scale_inv``     float32, the 128x128 block scales of the parts one below the other
 norms, biases, embedding, head  bfloat16; no head where it is tied to the embedding
+``*.scale_shards``              float32 (T, N/128, K/128/T): scales of o and down cut along K, for a rollout on T GPUs
 ``rope.table``                  float32 (positions, head_dim): cosines, then sines
 ==============================  ============================================================================
 
@@ -41,6 +42,8 @@ from verl.jetrl.weights import FUSED
 
 ALIGN = 256  # bytes; TMA wants 16, cuBLASLt 256 for its fastest kernels
 ROPE = "rope.table"
+SHARDS = "scale_shards"
+ROW_PARALLEL = ("o_proj", "down_proj")
 SCALE = "weight_scale_inv"
 TRAINER, ENGINE = 0, 1
 HOLDERS = {TRAINER: "trainer", ENGINE: "engine"}
@@ -58,7 +61,7 @@ class LeaseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor.  ``parts``: the trainer's parameters in it and their rows, in order, or () for the RoPE table."""
+    """One tensor.  ``parts``: the trainer's parameters in it and their rows, in order; () for what is no weight of its own."""
 
     name: str
     dtype: torch.dtype
@@ -105,8 +108,13 @@ class Layout:
         return fp8 if kind == "fp8" else sum(e.nbytes for e in self.entries) - fp8
 
 
-def layout_of(config: PretrainedConfig) -> Layout:
-    """The layout for a Qwen3, Qwen2.5 or Llama configuration whose linear layers are all FP8."""
+def layout_of(config: PretrainedConfig, tensor_parallel: int = 1) -> Layout:
+    """The layout for a Qwen3, Qwen2.5 or Llama configuration whose linear layers are all FP8.
+
+    ``tensor_parallel``: over how many GPUs the rollout cuts each layer; every GPU holds the whole arena all the same.
+    """
+    T = tensor_parallel
+    _check_tensor_parallel(config, T)
     H, V, I = config.hidden_size, config.vocab_size, config.intermediate_size
     D = head_dim(config)
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
@@ -123,6 +131,8 @@ def layout_of(config: PretrainedConfig) -> Layout:
         blocks = tuple(groups(n) for n in rows)
         scale_parts = tuple((f"{name}.{SCALE}", n) for name, n in zip(names, blocks, strict=True))
         specs.append((f"{prefix}.{fused}.{SCALE}", torch.float32, (sum(blocks), groups(K)), scale_parts))
+        if T > 1 and fused in ROW_PARALLEL:
+            specs.append((f"{prefix}.{fused}.{SHARDS}", torch.float32, (T, sum(blocks), groups(K) // T), ()))
         if bias:
             bf16(f"{prefix}.{fused}.bias", sum(rows), parts=of("bias"))
 
@@ -147,6 +157,20 @@ def layout_of(config: PretrainedConfig) -> Layout:
         entries.append(Entry(name, dtype, shape, offset, parts))
         offset += -(-entries[-1].nbytes // ALIGN) * ALIGN
     return Layout(tuple(entries))
+
+
+def _check_tensor_parallel(config: PretrainedConfig, T: int) -> None:
+    """A rank's rows and columns must be whole 128-blocks, so that it has scales of its own."""
+    D = head_dim(config)
+    sizes = {"query heads x head_dim": config.num_attention_heads * D, "key heads x head_dim": config.num_key_value_heads * D}
+    sizes["intermediate_size"] = config.intermediate_size
+    wrong = [f"{name}={size}" for name, size in sizes.items() if T > 1 and size % (T * BLOCK)]
+    if wrong or config.num_key_value_heads % T:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={T}: the FP8 weights cannot be cut into {T} parts of whole "
+            f"{BLOCK}x{BLOCK} blocks ({', '.join(wrong) or f'{config.num_key_value_heads} key heads'}). Use "
+            "tensor_model_parallel_size=1 for this model."
+        )
 
 
 def head_dim(config: PretrainedConfig) -> int:

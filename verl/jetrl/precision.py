@@ -62,11 +62,12 @@ class JetRLEngineConfig(FSDPEngineConfig):
     """verl's FSDP engine configuration with the precision of the linear layers.
 
     ``resident_transposed``: keep the transposed FP8 weights for the input gradient (one more byte per parameter) instead of
-    making them for each use.
+    making them for each use.  ``rollout_tensor_parallel``: the rollout's ``tensor_model_parallel_size``.
     """
 
     precision_flow: PrecisionFlow = field(default_factory=PrecisionFlow)
     resident_transposed: bool = False
+    rollout_tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl.jetrl import memory_plan, patching
+from verl.jetrl.arena import layout_of
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 
 GB = 2**30
@@ -242,17 +243,41 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     for setting, value, needed in (
         ("actor_rollout_ref.actor.strategy", actor_rollout_ref.actor.strategy, "fsdp2"),
         ("actor_rollout_ref.rollout.name", actor_rollout_ref.rollout.name, "vllm"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", actor_rollout_ref.rollout.tensor_model_parallel_size, 1),
+        ("actor_rollout_ref.rollout.data_parallel_size", actor_rollout_ref.rollout.data_parallel_size, 1),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size", actor_rollout_ref.rollout.pipeline_model_parallel_size, 1),
         ("actor_rollout_ref.model.use_fused_kernels", actor_rollout_ref.model.use_fused_kernels, False),
         ("actor_rollout_ref.actor.checkpoint.async_save", actor_rollout_ref.actor.checkpoint.async_save, False),
     ):
         if value != needed:
             found.append(f"{setting}={value}: the fork runs with {setting.rpartition('.')[2]}={needed} only")
+    found += _tensor_parallel(config, flow, model)
     mode = config.trainer.v1.trainer_mode
     if mode != "sync" or not config.trainer.use_v1:
         found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
     return found
+
+
+def _tensor_parallel(config: DictConfig, flow: PrecisionFlow, model: PretrainedConfig | None) -> list[str]:
+    setting = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if size == 1:
+        return []
+    if not flow.fp8:
+        return [f"{setting}={size}: the BF16 and mixed arms run with 1 only (their weights are compared whole); set it to 1"]
+    if flow.exact:
+        return [
+            f"{setting}={size} with precision_flow.exact=true: the order of an all-reduce is not the trainer's; set it to 1"
+        ]
+    if config.trainer.device == "cpu":
+        return [f"{setting}={size}: without a GPU the rollout runs in one process; set it to 1"]
+    if config.trainer.n_gpus_per_node % size:
+        return [f"{setting}={size} does not divide trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"]
+    if model is not None:
+        try:
+            layout_of(model, size)
+        except ValueError as error:
+            return [str(error)]
+    return []
 
 
 def _exact(rollout: DictConfig) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from verl.jetrl.arena import ROPE, SCALE, Arena, biases, has_qk_norm, head_dim, quantized_parts
+from verl.jetrl.arena import ROPE, SCALE, SHARDS, Arena, biases, has_qk_norm, head_dim, quantized_parts
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.format import FP8, Quantized, groups
 from verl.jetrl.model import autograd
@@ -52,11 +52,17 @@ class Fp8Linear(nn.Module):
 
     ``main_grad`` (N, K) and ``bias_grad`` (N,): FP32 accumulators of the trainer.  ``transposed``: per part the bytes for
     dgrad, kept (then whoever writes the arena refreshes them) or, when None, made for each use.
+
+    The rollout may run a slice of the layer, as views: ``columns`` = (rank, T) computes the rank's share of every part's
+    rows; ``shard`` = (rank, T, scales) multiplies the rank's share of K, and ``reduce`` adds the ranks' results.
     """
 
     main_grad: Tensor | None = None
     bias_grad: Tensor | None = None
     transposed: list[Tensor] | None = None
+    columns: tuple[int, int] | None = None
+    shard: tuple[int, int, Tensor] | None = None
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, rows: list[int], K: int, bias: bool = False) -> None:
         super().__init__()
@@ -68,7 +74,24 @@ class Fp8Linear(nn.Module):
     @property
     def parts(self) -> list[Quantized]:
         """The separately quantized parts; one where the blocks line up."""
-        return quantized_parts(self.weight, getattr(self, SCALE), self.rows)
+        scale = getattr(self, SCALE)
+        if self.columns is not None:
+            blocks = [groups(n) for n in self.rows]
+            return [
+                Quantized(self._share(w), self._share(s))
+                for w, s in zip(self.weight.split(self.rows), scale.split(blocks), strict=True)
+            ]
+        if self.shard is not None:
+            rank, T, scales = self.shard
+            width = self.K // T
+            return [Quantized(self.weight[:, rank * width : (rank + 1) * width], scales)]
+        return quantized_parts(self.weight, scale, self.rows)
+
+    def _share(self, x: Tensor) -> Tensor:
+        """The rank's share of a part's rows."""
+        rank, T = self.columns
+        n = x.shape[0] // T
+        return x[rank * n : (rank + 1) * n]
 
     @property
     def part_rows(self) -> list[int]:
@@ -88,7 +111,11 @@ class Fp8Linear(nn.Module):
         """``x @ weight.T + bias`` (M, N) in BF16."""
         outputs = [ops.fprop(x, part) for part in self.parts]
         y_MN = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        return y_MN if self.bias is None else y_MN + self.bias
+        if self.reduce is not None:
+            y_MN = self.reduce(y_MN)
+        if self.bias is None:
+            return y_MN
+        return y_MN + (self.bias if self.columns is None else torch.cat([self._share(b) for b in self.bias.split(self.rows)]))
 
 
 class Attention(nn.Module):
@@ -189,6 +216,18 @@ class Decoder(nn.Module):
         if left := own.keys() - bound:
             raise ValueError(f"the arena lacks {sorted(left)}")
         self.model.rope = arena[ROPE]
+
+    def slice(self, rank: int, T: int, reduce: Callable[[Tensor], Tensor], arena: Arena) -> None:
+        """Makes a bound decoder the share of GPU ``rank`` of a rollout on T GPUs: heads and the MLP's columns are divided,
+        ``reduce`` adds the ranks' partial sums.  Embedding, norms and head stay whole."""
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn.heads //= T
+            layer.self_attn.kv_heads //= T
+            for parent, fused in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+                proj = getattr(getattr(layer, parent), fused)
+                proj.shard = rank, T, arena[f"model.layers.{index}.{parent}.{fused}.{SHARDS}"][rank]
+                proj.reduce = reduce
+            layer.self_attn.qkv_proj.columns = layer.mlp.gate_up_proj.columns = rank, T
 
     def linears(self) -> list[Fp8Linear]:
         return [module for module in self.modules() if isinstance(module, Fp8Linear)]

@@ -97,6 +97,8 @@ class JetRLServerAdapter(ServerAdapter):
         **kwargs: Any,
     ) -> None:
         if isinstance(weights, WrittenWeights):
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # every rank of the replica has written before its server takes the weights
             if self._ensure_server_handle():
                 await self.server_handle.take_weights.remote(weights.version, global_steps)
             return

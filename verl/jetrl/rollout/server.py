@@ -26,7 +26,7 @@ class JetRLHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patching.require_active("verl")
         super().__init__(*args, **kwargs)
-        self._control: Control | None = None
+        self._controls: list[Control] = []
         self._running = 0
 
     @property
@@ -54,50 +54,52 @@ class JetRLHttpServer(vLLMHttpServer):
     # --- the lease on the weights ---------------------------------------------------------------------------------
 
     @property
-    def control(self) -> Control | None:
-        """The arena's control block; None in the arms without an arena."""
-        if self._control is None and self.flow.fp8:
-            self._control = control_of(self.replica_rank)
-        return self._control
+    def controls(self) -> list[Control]:
+        """The control blocks of this replica's arenas, one per GPU; none in the arms without an arena."""
+        if not self._controls and self.flow.fp8:
+            T = self.replica_world_size
+            self._controls = [control_of(self.replica_rank * T + rank) for rank in range(T)]
+        return self._controls
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; with an arena only while the engine holds the weights, and from one version of them."""
-        control = self.control
-        if control is None:
-            return await super().generate(*args, **kwargs)
-        control.require(ENGINE, "a request")
-        version = control.version
+        for control in self.controls:
+            control.require(ENGINE, "a request")
+        versions = [control.version for control in self.controls]
         self._running += 1
         try:
             output = await super().generate(*args, **kwargs)
         finally:
             self._running -= 1
-        if control.version != version:
-            raise LeaseError(f"the weights changed from version {version} to {control.version} under a running request")
+        now = [control.version for control in self.controls]
+        if now != versions:
+            raise LeaseError(f"the weights changed from version {versions} to {now} under a running request")
         return output
 
     async def take_weights(self, version: int, global_steps: int | None) -> None:
         """The trainer hands over the weights it wrote: caches of the old ones go, and requests are served again."""
-        if self.control.version != version:
-            raise LeaseError(f"the trainer handed over version {version} of the weights, the arena has {self.control.version}")
+        versions = [control.version for control in self.controls]
+        if set(versions) != {version}:
+            raise LeaseError(f"the trainer handed over version {version} of the weights, the arenas have {versions}")
         await self.clear_kv_cache()
         if global_steps is not None:
             await self.set_global_steps(global_steps)
-        if self.control.holder == TRAINER:
-            self.control.hand_over(ENGINE)
+        for control in self.controls:
+            if control.holder == TRAINER:
+                control.hand_over(ENGINE)
 
     async def sleep(self) -> None:
         """verl's, called before training; running requests are waited for, then the trainer has the weights."""
-        control = self.control
-        if control is not None and control.holder == ENGINE:
-            started = time.monotonic()
-            while self._running:
-                if time.monotonic() - started > DRAIN_S:
-                    raise LeaseError(
-                        f"{self._running} requests still run {DRAIN_S:.0f} s after the trainer asked for the weights "
-                        "(JETRL_DRAIN_DEADLINE_S sets the limit)"
-                    )
-                await asyncio.sleep(0.005)
+        held = [control for control in self.controls if control.holder == ENGINE]
+        started = time.monotonic()
+        while held and self._running:
+            if time.monotonic() - started > DRAIN_S:
+                raise LeaseError(
+                    f"{self._running} requests still run {DRAIN_S:.0f} s after the trainer asked for the weights "
+                    "(JETRL_DRAIN_DEADLINE_S sets the limit)"
+                )
+            await asyncio.sleep(0.005)
+        for control in held:
             control.hand_over(TRAINER)
         await super().sleep()
 

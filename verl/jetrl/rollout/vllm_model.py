@@ -15,7 +15,12 @@ from tqdm import tqdm
 from vllm import envs
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -24,7 +29,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from verl.jetrl.arena import Arena, ArenaError, layout_of
-from verl.jetrl.fp8 import gemm
+from verl.jetrl.fp8 import gemm, ops
 from verl.jetrl.model.decoder import Body, Decoder
 from verl.jetrl.rollout import exact_attention
 
@@ -40,13 +45,14 @@ class JetRLBody(Body):
         super().__init__(vllm_config.model_config.hf_config)
         exact = getattr(vllm_config.quant_config, "exact", False)
         backend = exact_attention.backend(vllm_config.device_config.device.type) if exact else None
+        T = get_tensor_model_parallel_world_size()
         for index, layer in enumerate(self.layers):
             attention = layer.self_attn
             attention.attn = Attention(
-                attention.heads,
+                attention.heads // T,
                 attention.head_dim,
                 attention.head_dim**-0.5,
-                num_kv_heads=attention.kv_heads,
+                num_kv_heads=attention.kv_heads // T,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}.layers.{index}.self_attn.attn",
                 attn_backend=backend,
@@ -72,10 +78,6 @@ class JetRLForCausalLM(Decoder):
     body_class = JetRLBody
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if get_tensor_model_parallel_world_size() > 1:
-            raise ValueError(
-                "the jetrl arm supports one rollout GPU per replica: set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
-            )
         super().__init__(vllm_config.model_config.hf_config, vllm_config=vllm_config)
         self.arena: Arena | None = None
 
@@ -92,7 +94,12 @@ class JetRLForCausalLM(Decoder):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.head(hidden_states)
+        T, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        vocabulary = self.lm_head.weight.shape[0]
+        if T == 1 or vocabulary % (8 * T):
+            return self.head(hidden_states)
+        rows = slice(rank * vocabulary // T, (rank + 1) * vocabulary // T)
+        return tensor_model_parallel_all_gather(ops.bf16_gemm_nt(hidden_states, self.lm_head.weight[rows]))
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -112,19 +119,22 @@ class ArenaLoader(BaseModelLoader):
             gemm.require_hopper(device)
         with set_default_torch_dtype(model_config.dtype), device:
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        model.arena = Arena.attach(layout_of(model_config.hf_config), device, trainer_rank())
+        T, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        model.arena = Arena.attach(layout_of(model_config.hf_config, T), device, trainer_rank(rank, T))
         if not model.arena.control.version:
             raise ArenaError("the weight arena has not been written: the trainer must round its weights into it first")
         model.bind(model.arena)
+        if T > 1:
+            model.slice(rank, T, tensor_model_parallel_all_reduce, model.arena)
         process_weights_after_loading(model, model_config, device)
         if device.type == "cuda" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
             warm_up(model, vllm_config.scheduler_config.max_num_batched_tokens)
         return model.eval()
 
 
-def trainer_rank() -> int:
-    """The trainer process whose arena this worker maps; one GPU per replica."""
-    return int(os.environ.get("VERL_REPLICA_RANK", "0"))
+def trainer_rank(rank: int = 0, T: int = 1) -> int:
+    """The trainer process whose arena worker ``rank`` of a replica of T GPUs maps."""
+    return int(os.environ.get("VERL_REPLICA_RANK", "0")) * T + rank
 
 
 @torch.inference_mode()
@@ -134,8 +144,6 @@ def warm_up(model: JetRLForCausalLM, tokens: int) -> None:
     DeepGEMM chooses a kernel by the number of rows and compiles it at its first use: seconds in the middle of a rollout.
     ``VLLM_DEEP_GEMM_WARMUP=skip`` leaves this out, as it does for vLLM's own FP8 layers.
     """
-    from verl.jetrl.fp8 import ops
-
     zeros = partial(torch.zeros, dtype=torch.bfloat16, device=model.lm_head.weight.device)
     sizes = sorted({1, *range(64, min(tokens, 2048) + 1, 64), *range(2048, tokens + 1, 512), tokens})
     seen = set()

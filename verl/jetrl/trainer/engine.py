@@ -74,11 +74,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
         shard_parameters(module, self.device_mesh, device)
         # FSDP2 manages nothing here; the wrapper is what verl's clipping and checkpoints look for.
         fully_shard(module, mesh=self.device_mesh, ignored_params=set(module.parameters()))
-        layout = layout_of(module.config)
         if config.forward_only:
-            arena = Arena.private(layout, device)
+            arena = Arena.private(layout_of(module.config), device)
         else:
-            arena = Arena.create(layout, device, self.rank)
+            arena = Arena.create(layout_of(module.config, config.rollout_tensor_parallel), device, self.rank)
         self.decoder.bind(arena)
         self.masters = Masters(module, self.decoder, arena, config.resident_transposed)
         self.masters.write()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from verl.jetrl.arena import ROPE, SCALE, TRAINER, Arena, Entry
+from verl.jetrl.arena import ROPE, SCALE, SHARDS, TRAINER, Arena, Entry
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.format import FP8
 from verl.jetrl.model.decoder import Decoder
@@ -84,6 +84,7 @@ class Masters:
                 targets[index].view(torch.uint8).copy_(values.view(torch.uint8))
                 if s is not None:
                     scales[index].copy_(s)
+        self._write_shards()
         if self.resident_transposed:
             for linear in self.decoder.linears():
                 linear.refresh_transposed()
@@ -91,6 +92,14 @@ class Masters:
             if self.arena.data.is_cuda:
                 torch.cuda.synchronize()  # the engine reads from another process: its stream knows nothing of ours
             control.wrote()
+
+    def _write_shards(self) -> None:
+        """The scales of o and down once more, cut along K for a rollout on several GPUs."""
+        for entry in self.arena.layout.entries:
+            owner, _, kind = entry.name.rpartition(".")
+            if kind == SHARDS:
+                T, N, _ = entry.shape
+                self.arena[entry.name].copy_(self.arena[f"{owner}.{SCALE}"].view(N, T, -1).transpose(0, 1))
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
