@@ -47,6 +47,22 @@ def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         arena.close()
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """Checkpoints of :mod:`checkpoint_cases` by one and by two processes: world size to (folder, what the processes held).
+
+    Copy before changing anything.
+    """
+    import checkpoint_cases
+
+    made = {}
+    for world_size in (1, 2):
+        folder = tmp_path_factory.mktemp(f"saved-{world_size}")
+        checkpoint_cases.ranks(world_size, "save", folder / "checkpoints", folder / "held")
+        made[world_size] = folder / "checkpoints", folder / "held"
+    return made
+
+
 def pytest_sessionfinish() -> None:
     """Collects what failing weight updates left in cycles now, so that nothing is printed after pytest's last line."""
     gc.collect()

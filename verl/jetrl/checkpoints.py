@@ -153,10 +153,11 @@ def _reshard_leaf(rank: int, world_size: int, shards: Sequence[Any]) -> Any:
         return rows(shards)
     each = -(-first.shape[0] // world_size)  # as torch.chunk, which FSDP2 and distribute_tensor follow
     local = rows(shards, rank * each, min((rank + 1) * each, first.shape[0]))
-    # A mesh without process groups: what verl loads compares equal to the mesh of the run by ranks and names.
+    # A mesh as verl's run would have it, which here cannot exist: equal by ranks and names, over the default process group.
     mesh = DeviceMesh(
         first.device_mesh.device_type, torch.arange(world_size), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
     )
+    mesh._dim_group_names = ["0"]
     meta = TensorMeta(first.shape, first.stride(), first.dtype)
     # Not from_local, which moves the rows to the mesh's device: there may be no GPU here.
     return DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
