@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync parity
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -49,6 +49,9 @@ patches: setup ## the patch catalogue, and whether each patch is active
 
 flow-%: setup ## the precision-flow table of every arm of a recipe: make flow-tiny
 	@$(PY) -m verl.jetrl.show_flow recipes/$* $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)
+
+parity: setup ## first operator in which rollout and trainer differ: make parity MODEL=recipes/tiny/model ARGS="--tokens 100"
+	$(PY) -m verl.jetrl.parity $(or $(MODEL),recipes/tiny/model) $(ARGS)
 
 lock: setup ## resolve requirements/*.in into the lock files again
 	VENV=$(VENV) bash requirements/lock.sh

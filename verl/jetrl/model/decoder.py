@@ -24,6 +24,7 @@ from verl.jetrl.model import autograd
 from verl.jetrl.model.rope import qk_norm_rope
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Tap = Callable[[str, Tensor, Tensor], None]
 
 
 def _call(layer: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,9 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention block and MLP block."""
+    """Attention block and MLP block.  ``tap(operator, rows, positions)``, when set, sees every operator's output."""
+
+    tap: Tap | None = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -161,14 +164,21 @@ class DecoderLayer(nn.Module):
         qkv_MN, h_MH = norm_linear(x_MH, residual_MH, self.input_layernorm, a.qkv_proj, self.eps)
         q_norm, k_norm = (None, None) if a.q_norm is None else (_leaf(a.q_norm), _leaf(a.k_norm))
         q, k, v = qk_norm_rope(qkv_MN, positions_M, rope, a.heads, a.kv_heads, a.head_dim, q_norm, k_norm, self.eps)
-        y_MH = linear(attend(q, k, v), a.o_proj)
-        return swiglu_mlp(y_MH, h_MH, self.post_attention_layernorm, self.mlp, self.eps)
+        attended = attend(q, k, v)
+        y_MH = linear(attended, a.o_proj)
+        out_MH, residual_MH = swiglu_mlp(y_MH, h_MH, self.post_attention_layernorm, self.mlp, self.eps)
+        if self.tap is not None:
+            outputs = {"norm, qkv": qkv_MN, "q norm, RoPE": q, "k norm, RoPE": k, "attention": attended, "o": y_MH}
+            for operator, rows in {**outputs, "residual, norm, gate, up, SiLU, down": out_MH}.items():
+                self.tap(operator, rows, positions_M)
+        return out_MH, residual_MH
 
 
 class Body(nn.Module):
     """Embedding, layers and final norm; ``rope``: the table of :func:`verl.jetrl.model.rope.rope_table`, set by ``bind``."""
 
     rope: Tensor | None = None
+    tap: Tap | None = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -180,9 +190,14 @@ class Body(nn.Module):
     def run(self, ids_M: Tensor, positions_M: Tensor, attends: Sequence[Attend], call: Callable = _call) -> Tensor:
         """Final hidden states (M, H) BF16 of M tokens; ``attends``: one per layer; ``call(layer, *args)`` runs a layer."""
         x, residual = embed(ids_M, self.embed_tokens), None
+        if self.tap is not None:
+            self.tap("embedding", x, positions_M)
         for layer, attend in zip(self.layers, attends, strict=True):
             x, residual = call(layer, x, residual, positions_M, self.rope, attend)
-        return final_norm(x, residual, self.norm, self.eps)
+        x = final_norm(x, residual, self.norm, self.eps)
+        if self.tap is not None:
+            self.tap("final norm", x, positions_M)
+        return x
 
 
 class Decoder(nn.Module):

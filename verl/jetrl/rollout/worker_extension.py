@@ -29,6 +29,15 @@ class JetRLWorkerExtension(vLLMColocateWorkerExtension):
 
         return describe_rollout(self.model_runner.model)
 
+    def jetrl_record(self, on: bool) -> dict:
+        """Starts recording every operator's rows (without CUDA graphs), or stops and returns them: see verl.jetrl.parity."""
+        from verl.jetrl.parity import Recorder
+
+        if on:
+            self._recorder = Recorder(self.model_runner.model.model)
+            return {}
+        return self._recorder.take()
+
     def jetrl_weight_digests(self) -> dict[str, str]:
         """SHA-256 of every parameter as the engine holds it now; vLLM's padding of the vocabulary left out."""
         model = self.model_runner.model
