@@ -26,6 +26,12 @@ class Settings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     capture_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 192, 256])
+    eager: bool = False  # neither torch.compile nor CUDA graphs: starts sooner
+    splits: int | None = None  # of FlashAttention's work inside CUDA graphs, at most; vLLM's choice where None
+    prefix_cache: bool = False
+    statistics: bool = False  # vLLM's counters, for ``metrics``
+    exact: bool = False  # jetrl: precision_flow.exact
+    extension: str | None = None  # jetrl: another class of worker methods
 
 
 def _options(kind: str, settings: Settings) -> dict[str, Any]:
@@ -39,12 +45,15 @@ def _options(kind: str, settings: Settings) -> dict[str, Any]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_cache_memory_bytes=settings.kv_bytes,
         gpu_memory_utilization=0.3,
-        enable_prefix_caching=False,
+        enable_prefix_caching=settings.prefix_cache,
         enable_sleep_mode=True,
-        disable_log_stats=True,
+        enforce_eager=settings.eager,
+        disable_log_stats=not settings.statistics,
         worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
         compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": settings.capture_sizes},
     )
+    if settings.splits is not None:
+        options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": settings.splits}
     if kind == "stock_fp8":
         options |= dict(quantization="fp8", hf_overrides={"quantization_config": BLOCK_FP8})
     elif kind == "jetrl":
@@ -55,9 +64,9 @@ def _options(kind: str, settings: Settings) -> dict[str, Any]:
             load_format=vllm_model.LOAD_FORMAT,
             hf_overrides={
                 "architectures": [vllm_model.ARCHITECTURE],
-                "quantization_config": {"quant_method": vllm_quant.METHOD},
+                "quantization_config": {"quant_method": vllm_quant.METHOD, "exact": settings.exact},
             },
-            worker_extension_cls="verl.jetrl.rollout.worker_extension.JetRLWorkerExtension",
+            worker_extension_cls=settings.extension or "verl.jetrl.rollout.worker_extension.JetRLWorkerExtension",
         )
     return options
 
@@ -76,6 +85,7 @@ class _Worker:
         started = time.perf_counter()
         self.llm = LLM(**_options(kind, settings))
         self.start_seconds = time.perf_counter() - started
+        self.cached: list[int] = []
 
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool, temperature: float = 1.0
@@ -94,6 +104,7 @@ class _Worker:
         started = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - started
+        self.cached = [o.num_cached_tokens for o in outputs]
         ids = [list(o.outputs[0].token_ids) for o in outputs]
         if not logprobs:
             return seconds, ids, []
@@ -110,6 +121,14 @@ class _Worker:
         self.llm.wake_up(tags=tags)
         if "kv_cache" in tags:
             self.llm.reset_prefix_cache()
+
+    def cached_tokens(self) -> list[int]:
+        """Per prompt of the last ``generate``, how many of its tokens came from the prefix cache."""
+        return self.cached
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges."""
+        return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 
     def receive(self) -> None:
         self.llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": False})
@@ -131,27 +150,55 @@ def _serve(kind: str, settings: Settings, environment: dict[str, str], connectio
             name, args = connection.recv()
             if name == "close":
                 break
-            connection.send(("ok", getattr(worker, name)(*args)))
+            try:
+                answer = ("ok", getattr(worker, name)(*args))
+            except Exception:
+                answer = ("error", traceback.format_exc())  # the engine may still be of use
+            connection.send(answer)
     except BaseException:
         connection.send(("error", traceback.format_exc()))
 
 
 class Engine:
-    """Starts an engine and calls it; ``call`` sends a request, ``result`` waits for its answer."""
+    """Starts an engine and calls it; ``call`` sends a request, ``result`` waits for its answer.
 
-    def __init__(self, kind: str, settings: Settings, environment: dict[str, str] | None = None) -> None:
+    ``wait=False``: the first ``result`` is for the caller to take, so that several engines start at once.  ``patience_s``:
+    an answer that takes longer is an error, and ends the engine.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        settings: Settings,
+        environment: dict[str, str] | None = None,
+        wait: bool = True,
+        patience_s: float | None = None,
+    ) -> None:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(kind, settings, environment or {}, theirs))
         self._process.start()
-        self.kind = kind
-        self.result()
+        theirs.close()  # else the end of the process would not be seen
+        self.kind, self.patience_s = kind, patience_s
+        if wait:
+            self.result()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def call(self, name: str, *args: Any) -> None:
         self._connection.send((name, args))
 
     def result(self) -> Any:
-        state, value = self._connection.recv()
+        if not self._connection.poll(self.patience_s):
+            self._process.kill()
+            raise TimeoutError(f"engine {self.kind} did not answer within {self.patience_s:.0f} s")
+        try:
+            state, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(10)
+            raise RuntimeError(f"engine {self.kind} ended with exit code {self._process.exitcode}") from None
         if state == "error":
             raise RuntimeError(f"engine {self.kind} failed:\n{value}")
         return value
@@ -161,7 +208,12 @@ class Engine:
         return self.result()
 
     def close(self) -> None:
-        self._connection.send(("close", ()))
+        """Ends the process; one that has ended, or does not answer, as well."""
+        try:
+            self._connection.send(("close", ()))
+        except OSError:
+            pass
         self._process.join(60)
         if self._process.is_alive():
             self._process.kill()
+            self._process.join(10)

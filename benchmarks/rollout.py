@@ -56,11 +56,11 @@ NOTES = {
 class Trainer:
     """FP32 masters of random weights; first as verl's FSDP2 trainer has them, then behind an arena."""
 
-    def __init__(self, layers: int, folder: Path) -> None:
+    def __init__(self, layers: int, folder: Path, shapes: dict[str, Any] = SHAPES) -> None:
         from verl.jetrl.trainer import flash
 
         flash.register()
-        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **SHAPES)
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **shapes)
         config.architectures = ["Qwen3ForCausalLM"]
         config.dtype = torch.bfloat16
         config.eos_token_id = config.bos_token_id = None
@@ -101,7 +101,7 @@ class Trainer:
         gc.collect()
         torch.cuda.empty_cache()
         layout = layout_of(module.config)
-        arena = Arena.create(layout, torch.device("cuda", 0), 0)
+        arena = Arena.create(layout, torch.device("cuda", torch.cuda.current_device()), 0)
         decoder.bind(arena)
         self.masters = Masters(module, decoder, arena)
         self.masters.write()
@@ -192,9 +192,9 @@ def digests(trainer: Trainer) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in JetRLEngine.rollout_weights(stub)}
 
 
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def prompts(count: int, length: int, seed: int, vocabulary: int = 150000) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 150000, (count, length), generator=generator).tolist()
+    return torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
 
 
 def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:

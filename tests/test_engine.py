@@ -470,7 +470,7 @@ def test_the_engine_says_what_the_rollout_must_hold(name, mesh, owned):
     assert weights.version == trainer.arena.control.version == 2
 
 
-def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh):
+def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh, tmp_path):
     """Gradients before verl's optimizer step, the arena after it and after a checkpoint; in BF16 verl's methods alone."""
     from verl.jetrl.trainer.engine import JetRLEngine
 
@@ -483,16 +483,22 @@ def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh):
     )
     engine = engine_of(None)
     engine.masters = masters
-    for do in (engine.optimizer_zero_grad, engine.optimizer_step, engine.load_checkpoint):
+    for do in (engine.optimizer_zero_grad, engine.optimizer_step, lambda: engine.load_checkpoint(tmp_path)):
         do()
     assert calls == [
         "zero_grad", "assign_grads", "verl optimizer_step", "drop_grads", "write", "verl load_checkpoint", "write",
     ]  # fmt: skip
     calls.clear()
     engine = engine_of(None, PrecisionFlow())
-    for do in (engine.optimizer_zero_grad, engine.optimizer_step, engine.load_checkpoint):
+    for do in (engine.optimizer_zero_grad, engine.optimizer_step, lambda: engine.load_checkpoint(tmp_path)):
         do()
     assert calls == ["verl optimizer_zero_grad", "verl optimizer_step", "verl load_checkpoint"]
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused(mesh, tmp_path):
+    (tmp_path / "fsdp_config.json").write_text('{"world_size": 2}')
+    with pytest.raises(ValueError, match=r"saved by 2 processes, this run has 1: .*reshard .* --world-size 1"):
+        engine_of(None).load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("setting", ["param_offload", "optimizer_offload", "offload_policy"])

@@ -129,14 +129,14 @@ def test_mismatch_tells_the_arms_apart(arms: dict[str, Path]) -> None:
 
 
 def test_exact_mode_is_exact_and_drops_the_pass(arms: dict[str, Path]) -> None:
-    """Every log-prob of every sampled token of the checked steps, over weight updates: equal bit for bit."""
+    """Every log-prob of every sampled token of the checked steps, over weight updates: equal bit for bit.  That a difference
+    would show: tests/test_parity.py, and the arms with another arithmetic here."""
     data = records(arms["jetrl-exact"])
     for step in (1, 3):
         assert data[step][names.ABS_DLOGP_MAX] == 0.0 and data[step][names.K3_KL] == 0.0
     for step in (2, 4):
         assert names.ABS_DLOGP_MAX not in data[step], "the pass ran where nothing was to be checked"
         assert data[step][names.TIME_LOG_PROB] < data[3][names.TIME_LOG_PROB] / 5
-    assert mean(arms["jetrl"], names.ABS_DLOGP_MAX) > 0, "without exact mode attention differs: this test can fail"
 
 
 def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl.jetrl import checkpoints
 from verl.jetrl.arena import SCALE, Arena, layout_of
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.precision import PrecisionFlow
@@ -99,8 +101,14 @@ class JetRLEngine(FSDPEngineWithLMHead):
         self.masters.write()
         return grad_norm
 
-    def load_checkpoint(self, *args, **kwargs):
-        super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, local_path, *args, **kwargs):
+        saved, here = checkpoints.world_size_of(Path(local_path)), torch.distributed.get_world_size()
+        if saved not in (None, here):
+            raise ValueError(
+                f"{local_path} was saved by {saved} processes, this run has {here}: python -m verl.jetrl.checkpoints reshard "
+                f"{Path(local_path).parent} --world-size {here}"
+            )
+        super().load_checkpoint(local_path, *args, **kwargs)
         if self.flow.fp8:
             self.masters.write()
 
