@@ -19,12 +19,14 @@ import statistics
 import sys
 import time
 import types
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,7 +41,7 @@ SHAPES = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
 )  # fmt: skip
 CASES = {"64": (64, 256, 512), "256": (256, 256, 512), "2k": (64, 2048, 2048)}
-ARMS = ("bf16", "stock_fp8", "jetrl")
+ARMS = ("bf16", "stock_fp8", "jetrl", "jetrl_exact")
 NOTES = {
     "engines": "vLLM with torch.compile, full and piecewise CUDA graphs, no prefix cache; the same KV-cache bytes for all.",
     "stock_fp8": "vLLM's block FP8 (128x128, FP32 scales: VLLM_USE_DEEP_GEMM_E8M0=0) with its DeepGEMM kernels.",
@@ -48,6 +50,7 @@ NOTES = {
     "ready_seconds": "the same start, until the engine can schedule a request: wake-up of weights and KV cache included.",
     "weight_bytes_vs_one_copy": "FP8 and BF16 weight bytes that trainer and engine hold on the GPU, the largest transposed "
     "layer's scratch included, over one FP8 copy with scales plus the BF16 rest.",
+    "exact": "precision_flow.exact: one split of attention in the rollout; everything else as in jetrl.",
     "mismatch": "mean |log p(rollout) - log p(trainer)| of the sampled tokens, same weights, no update in between; trainers "
     "use the same FlashAttention; FP32 log-softmax.",
 }
@@ -129,10 +132,19 @@ class Trainer:
         for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.tensor([prompt + response], device="cuda")
             positions = torch.arange(ids.shape[1], device="cuda")[None]
-            logits = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-            picked = torch.log_softmax(logits, -1).gather(-1, torch.tensor(response, device="cuda")[:, None])
-            out.append(picked[:, 0].tolist())
+            out.append(self._chosen(ids, positions, slice(len(prompt) - 1, -1), ids[0, len(prompt) :]).tolist())
         return out
+
+    def _chosen(self, ids: Tensor, positions: Tensor, rows: slice, labels: Tensor) -> Tensor:
+        """FP32 log-probs of ``labels``; behind the arena by the FP8 engine's function."""
+        if self.masters is None:
+            logits = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits[0, rows].float()
+            return torch.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
+        from verl.jetrl.trainer.log_probs import log_probs
+
+        hidden = self.module.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, rows]
+        head = self.masters.decoder.lm_head
+        return log_probs(hidden, head, labels, torch.ones(len(labels), device=ids.device), head.weight.shape[0])[0]
 
 
 def send_stock(trainer: Trainer, engine: Engine) -> float:
@@ -215,7 +227,9 @@ def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:
 def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples: dict) -> None:
     """All measurements of one engine, into ``samples``."""
     begun = time.perf_counter()
-    engine = Engine(arm, settings, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    ours = arm.startswith("jetrl")
+    options = replace(settings, exact=arm == "jetrl_exact")
+    engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     samples["start_seconds"][arm] = time.perf_counter() - begun
     repeats = 1 if quick else 3
     engine("sleep")
@@ -224,7 +238,7 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
     for index in range(repeats):
         if index:
             engine("sleep")
-        update = update_jetrl(trainer, engine, False) if arm == "jetrl" else update_stock(trainer, engine)
+        update = update_jetrl(trainer, engine, False) if ours else update_stock(trainer, engine)
         samples["update"].setdefault(arm, []).append(update)
     samples["update_extra_bytes"][arm] = torch.cuda.max_memory_allocated() - before
     if arm == "jetrl":
@@ -285,7 +299,7 @@ def main() -> None:
     samples: dict[str, Any] = {k: {} for k in ("start_seconds", "update", "update_extra_bytes", "mismatch", "rollout")}
     trainer = Trainer(args.layers, settings.model)
     for arm in args.arms.split(","):
-        if arm == "jetrl":
+        if arm.startswith("jetrl") and trainer.masters is None:
             trainer.share()
             samples["weight_bytes"] = weight_bytes(trainer, samples)
         measure(arm, trainer, settings, args.quick, samples)
@@ -315,7 +329,7 @@ def write(args: argparse.Namespace, samples: dict) -> None:
         median = lambda arm, i: statistics.median(u[i] for u in samples["update"][arm])  # noqa: E731
         sync = {"publish_seconds": median("jetrl_hashed", 0), "publish_seconds_without_hash": median("jetrl", 0)}
         sync["ready_seconds"] = median("jetrl_hashed", 1)
-        for other in [arm for arm in have if arm != "jetrl"]:
+        for other in [arm for arm in have if not arm.startswith("jetrl")]:
             sync |= {
                 f"publish_vs_{other}": median(other, 0) / sync["publish_seconds"],
                 f"publish_seconds_{other}": median(other, 0),
@@ -323,11 +337,19 @@ def write(args: argparse.Namespace, samples: dict) -> None:
             sync |= {f"ready_vs_{other}": median(other, 1) / sync["ready_seconds"], f"ready_seconds_{other}": median(other, 1)}
         held = samples["weight_bytes"]
         sync["weight_bytes_vs_one_copy"] = (held["held"] + held["scratch"]) / held["one_copy"]
+    exact: dict[str, float] = {}
+    if "jetrl_exact" in have:
+        exact["max_abs_dlogp_qwen3_8b"] = samples["mismatch"]["jetrl_exact"]["max"]
+        if "jetrl" in have:
+            exact |= {f"rollout_vs_default_{c}": rate(samples, "jetrl_exact", c) / rate(samples, "jetrl", c) for c in CASES}
     for name, figures, keys in (
+        ("exact", exact, ("rollout", "mismatch")),
         ("rollout", rollout, ("rollout", "start_seconds")),
         ("sync", sync, ("update", "update_extra_bytes", "weight_bytes")),
         ("mismatch", gap, ("mismatch",)),
     ):
+        if not figures:
+            continue
         result = common | {"samples": {k: samples.get(k) for k in keys}, "figures": figures}
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
