@@ -518,7 +518,7 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     model = make("qwen2")
     engine = engine_of(None)
     config = dict(param_offload=False, optimizer_offload=False, offload_policy=False, forward_only=False)
-    for name, value in {**config, "resident_transposed": False}.items():
+    for name, value in {**config, "resident_transposed": False, "rollout_tensor_parallel": 1}.items():
         setattr(engine.engine_config, name, value)
     from verl.jetrl.trainer.decoder import share_decoder
 

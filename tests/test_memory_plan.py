@@ -72,7 +72,7 @@ def bytes_of(plan: Plan, *names: str, phase: str | None = None) -> float:
 
 def test_qwen3_8b_on_two_gpus_is_what_the_design_says(qwen3_8b):
     """DESIGN section 6, in 10**9 bytes."""
-    plan, m, _ = planned(qwen3_8b, "jetrl", f"{GPUS}=2", "+actor_rollout_ref.actor.fsdp_config.resident_transposed=true")
+    plan, m, _ = planned(qwen3_8b, "jetrl", f"{GPUS}=2", "actor_rollout_ref.actor.fsdp_config.resident_transposed=true")
     assert m.parameters == 8_190_735_360
     figures = {
         ("FP32 masters / 2",): 16,

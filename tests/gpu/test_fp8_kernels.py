@@ -94,23 +94,18 @@ def test_rms_norm(K):
         assert torch.allclose(norm.rstd, want_rstd, rtol=3e-7)
         assert (y != want_y).float().mean() < 1e-4
         want = ref.quantize_rows(y)
-        for rows, fused in (
-            ops.rms_norm_quantize(x, weight, 1e-6, r),
-            *((a, n) for a, _, n in (ops.rms_norm_quantize_both(x, weight, 1e-6, r, t) for t in ("group", "block"))),
-        ):
-            same(rows.q, want.q)
-            same(rows.s, want.s)
-            same(fused.h, norm.h)
-            same(fused.rstd, norm.rstd)
+        rows, fused = ops.rms_norm_quantize(x, weight, 1e-6, r)
+        same(rows.q, want.q)
+        same(rows.s, want.s)
+        same(fused.h, norm.h)
+        same(fused.rstd, norm.rstd)
         for transposed in ops.TRANSPOSED_GROUPS:
-            _, x_t, _ = ops.rms_norm_quantize_both(x, weight, 1e-6, r, transposed)
+            x_t = ops.rms_norm_transposed(fused, weight, transposed)
             want_t = ops._ref_transposed(y, transposed)
             same(x_t.q, want_t.q)
             same(x_t.s, want_t.s)
         for rows in (torch.randperm(1500, device="cuda")[:m] for m in (1, 3, 64, 200, 1100)):
             some, _ = ops.rms_norm_quantize(x[rows], weight, 1e-6, None if r is None else r[rows])
-            same(some.q, want.q[rows])
-            some, _, _ = ops.rms_norm_quantize_both(x[rows], weight, 1e-6, None if r is None else r[rows])
             same(some.q, want.q[rows])
 
 

@@ -199,7 +199,8 @@ def test_operators_are_well_formed():
         (torch.ops.jetrl.quantize_both, (x, "group")),
         (torch.ops.jetrl.quantize_weight, (x,)),
         (torch.ops.jetrl.gemm_nt, (q, s, w.q, w.s, None, "deep_gemm")),
-        (torch.ops.jetrl.rms_norm_quantize_both, (x, randn(256), 1e-6, randn(200, 256), "block")),
+        (torch.ops.jetrl.rms_norm_quantize, (x, randn(256), 1e-6, randn(200, 256))),
+        (torch.ops.jetrl.rms_norm_transposed, (x, torch.ones(200, device="cuda"), randn(256), "block")),
         (torch.ops.jetrl.silu_mul_backward_quantize, (randn(200, 512), x)),
     ):
         torch.library.opcheck(op, args, test_utils="test_faketensor")

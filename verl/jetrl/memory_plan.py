@@ -147,7 +147,7 @@ def saved_by_layer(m: Sizes, fp8: bool) -> dict[str, int]:
     if fp8:
         return attention | {
             "inputs of both norms, rstd": 2 * (2 * m.H + 4),
-            "wgrad's FP8 operands: qkv, o, gate_up, down": 2 * m.H + m.q + m.I,
+            "wgrad's FP8 operands: o, down": m.q + m.I,
             "gate_up": 4 * m.I,
         }
     return attention | {

@@ -375,8 +375,6 @@ def _tiles_kernel(
     """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
     ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     program = tl.program_id(0)
-    if SOURCE == _RMS_NORM:  # backwards: the rows whose statistics were taken last are still in the L2 cache
-        program = tl.num_programs(0) - 1 - program
     k_blocks = (K + 127) // 128
     m_block = program // k_blocks
     k_block = program % k_blocks
@@ -763,33 +761,31 @@ def rms_norm(
     residual_MK: Tensor | None,
     fp8: bool,
     bf16: bool,
-    transposed: str | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Quantized | None, Quantized | None]:
-    """RMSNorm of ``x`` (+ ``residual``): h (what was normalized), rstd (M,) FP32, y BF16, row form, transposed form.
-
-    ``transposed`` asks for both FP8 forms at once and excludes ``bf16``.
-    """
+) -> tuple[Tensor, Tensor, Tensor | None, Quantized | None]:
+    """RMSNorm of ``x`` (+ ``residual``): h (what was normalized), rstd (M,) FP32, y BF16, row form."""
     M, K = x_MK.shape
     device = x_MK.device
     h = torch.empty_like(x_MK) if residual_MK is not None else x_MK
     rstd = torch.empty((M,), dtype=torch.float32, device=device)
     y = torch.empty_like(x_MK) if bf16 else None
     out = empty_rows(M, K, device) if fp8 else None
-    out_t = empty_transposed(M, K, device, transposed == "block") if transposed else None
     if M == 0:
-        return h, rstd, y, out, out_t
-    # With a transposed form, this launch takes the statistics (a tile needs those of its rows, and they need whole
-    # rows, which do not fit on one multiprocessor) and a second one normalizes and quantizes tiles.
-    write_rows = fp8 and out_t is None
+        return h, rstd, y, out
     q, s = (_bytes(out.q), out.s) if fp8 else (None, None)
     config = _norm_config(K, 0 if M <= 1024 else 8192)
     _rms_norm_rows_kernel[(triton.cdiv(M, config["ROWS"]),)](
         x_MK, residual_MK, h, rstd, weight_K, y, q, s, M, K, s.stride(1) if fp8 else 0, eps,
-        RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=write_rows, num_warps=8, **config,
+        RESIDUAL=residual_MK is not None, BF16_OUT=bf16, FP8_OUT=fp8, num_warps=8, **config,
     )  # fmt: skip
-    if out_t is not None:
-        _launch(h, rstd, weight_K, _RMS_NORM, M, K, out, out_t, transposed == "block")
-    return h, rstd, y, out, out_t
+    return h, rstd, y, out
+
+
+def rms_norm_transposed(h_MK: Tensor, rstd_M: Tensor, weight_K: Tensor, transposed: str) -> Quantized:
+    """The transposed form of an RMSNorm's output, from its input and statistics: one read of ``h``."""
+    M, K = h_MK.shape
+    out_t = empty_transposed(M, K, h_MK.device, transposed == "block")
+    _launch(h_MK, rstd_M, weight_K, _RMS_NORM, M, K, None, out_t, transposed == "block")
+    return out_t
 
 
 def rms_norm_backward(

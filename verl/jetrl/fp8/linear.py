@@ -141,19 +141,16 @@ class _NormLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.norm_dtype = norm_K.dtype
         ctx.need_dw = ctx.needs_input_grad[4]
-        operand: tuple[Tensor, ...] = ()
-        if ctx.need_dw:
-            x, operand, norm = ops.rms_norm_quantize_both(x_MK, norm_K, eps, residual_MK, wgrad.x_groups)
-        else:
-            x, norm = ops.rms_norm_quantize(x_MK, norm_K, eps, residual_MK)
-        ctx.save_for_backward(norm.h, norm.rstd, norm_K, w_s, w_q_t, *operand)
+        x, norm = ops.rms_norm_quantize(x_MK, norm_K, eps, residual_MK)
+        ctx.save_for_backward(norm.h, norm.rstd, norm_K, w_s, w_q_t)
         h = x_MK.view_as(x_MK) if residual_MK is None else norm.h
         return ops.fprop(x, Quantized(w_q, w_s), bias_N), h
 
     @staticmethod
     def backward(ctx, dy_MN, dh_MK):
-        h, rstd, norm_K, w_s, w_q_t, *operand = ctx.saved_tensors
+        h, rstd, norm_K, w_s, w_q_t = ctx.saved_tensors
         dy_MN = dy_MN.to(torch.bfloat16)
+        operand = ops.rms_norm_transposed(Norm(h, rstd), norm_K, ctx.wgrad.x_groups) if ctx.need_dw else ()
         dn, dw = _backward(
             dy_MN, None, Quantized(w_q_t, w_s.t()), tuple(operand), ctx.wgrad, ctx.main_grad, ctx.weight_dtype,
             True, ctx.need_dw,
@@ -178,26 +175,22 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.wgrad, ctx.main_grads = wgrad, (gate_up_main_grad, down_main_grad)
         ctx.dtypes = gate_up_weight.dtype, down_weight.dtype, norm_K.dtype
         ctx.need_dw = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
-        x_t: tuple[Tensor, ...] = ()
         act_t: tuple[Tensor, ...] = ()
-        if ctx.need_dw[0]:
-            x, x_t, norm = ops.rms_norm_quantize_both(x_MK, norm_K, eps, residual_MK, wgrad.x_groups)
-        else:
-            x, norm = ops.rms_norm_quantize(x_MK, norm_K, eps, residual_MK)
+        x, norm = ops.rms_norm_quantize(x_MK, norm_K, eps, residual_MK)
         gate_up = ops.fprop(x, Quantized(gu_q, gu_s))
         if ctx.need_dw[1]:
             act, act_t = ops.silu_mul_quantize_both(gate_up, wgrad.x_groups)
         else:
             act = ops.silu_mul_quantize(gate_up)
-        ctx.split = len(x_t)
-        ctx.save_for_backward(norm.h, norm.rstd, norm_K, gu_s, gu_q_t, d_s, d_q_t, gate_up, *x_t, *act_t)
+        ctx.save_for_backward(norm.h, norm.rstd, norm_K, gu_s, gu_q_t, d_s, d_q_t, gate_up, *act_t)
         h = x_MK.view_as(x_MK) if residual_MK is None else norm.h
         return ops.fprop(act, Quantized(d_q, d_s)), h
 
     @staticmethod
     def backward(ctx, dy_MK, dh_MK):
-        h, rstd, norm_K, gu_s, gu_q_t, d_s, d_q_t, gate_up, *operands = ctx.saved_tensors
-        x_t, act_t = tuple(operands[: ctx.split]), tuple(operands[ctx.split :])
+        h, rstd, norm_K, gu_s, gu_q_t, d_s, d_q_t, gate_up, *act_t = ctx.saved_tensors
+        act_t = tuple(act_t)
+        x_t = ops.rms_norm_transposed(Norm(h, rstd), norm_K, ctx.wgrad.x_groups) if ctx.need_dw[0] else ()
         d_act, d_down = _backward(
             dy_MK.to(torch.bfloat16), None, Quantized(d_q_t, d_s.t()), act_t, ctx.wgrad, ctx.main_grads[1],
             ctx.dtypes[1], True, ctx.need_dw[1],

@@ -121,10 +121,8 @@ class _Cpu:
         return (*ref.quantize_rows(y), rstd, h if residual is not None else h.new_empty(0))
 
     @staticmethod
-    def rms_norm_quantize_both(x, weight, eps, residual, transposed):
-        h, rstd, y = _rms(x, weight, eps, residual)
-        h = h if residual is not None else h.new_empty(0)
-        return (*ref.quantize_rows(y), *_ref_transposed(y, transposed), rstd, h)
+    def rms_norm_transposed(h, rstd, weight, transposed):
+        return tuple(_ref_transposed((h.float() * rstd[:, None]).to(torch.bfloat16) * weight, transposed))
 
     @staticmethod
     def rms_norm_backward(dy, h, rstd, weight, d_residual):
@@ -234,18 +232,17 @@ class _Cuda:
 
     @staticmethod
     def rms_norm(x, weight, eps, residual):
-        h, rstd, y, _, _ = kernels.rms_norm(x, weight, eps, residual, fp8=False, bf16=True, transposed=None)
+        h, rstd, y, _ = kernels.rms_norm(x, weight, eps, residual, fp8=False, bf16=True)
         return y, rstd, h if residual is not None else h.new_empty(0)
 
     @staticmethod
     def rms_norm_quantize(x, weight, eps, residual):
-        h, rstd, _, rows, _ = kernels.rms_norm(x, weight, eps, residual, fp8=True, bf16=False, transposed=None)
+        h, rstd, _, rows = kernels.rms_norm(x, weight, eps, residual, fp8=True, bf16=False)
         return (*rows, rstd, h if residual is not None else h.new_empty(0))
 
     @staticmethod
-    def rms_norm_quantize_both(x, weight, eps, residual, transposed):
-        h, rstd, _, rows, x_t = kernels.rms_norm(x, weight, eps, residual, True, False, transposed)
-        return (*rows, *x_t, rstd, h if residual is not None else h.new_empty(0))
+    def rms_norm_transposed(h, rstd, weight, transposed):
+        return tuple(kernels.rms_norm_transposed(h, rstd, weight, transposed))
 
     @staticmethod
     def rms_norm_backward(dy, h, rstd, weight, d_residual):
@@ -357,8 +354,8 @@ class _Fake:
         return (*_like_rows(x, *x.shape), *_like_norm(x, residual))
 
     @staticmethod
-    def rms_norm_quantize_both(x, weight, eps, residual, transposed):
-        return (*_like_rows(x, *x.shape), *_like_transposed(x, *x.shape, transposed), *_like_norm(x, residual))
+    def rms_norm_transposed(h, rstd, weight, transposed):
+        return _like_transposed(h, *h.shape, transposed)
 
     @staticmethod
     def rms_norm_backward(dy, h, rstd, weight, d_residual):
@@ -403,8 +400,7 @@ _SCHEMAS = (
     "wgrad_(Tensor(a!) target, Tensor a_q, Tensor a_s, Tensor b_q, Tensor b_s) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor)",
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
-    "rms_norm_quantize_both(Tensor x, Tensor weight, float eps, Tensor? residual, str transposed) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "rms_norm_transposed(Tensor h, Tensor rstd, Tensor weight, str transposed) -> (Tensor, Tensor)",
     "rms_norm_backward(Tensor dy, Tensor h, Tensor rstd, Tensor weight, Tensor? d_residual) -> (Tensor, Tensor)",
     "silu_mul(Tensor gu) -> Tensor",
     "silu_mul_quantize(Tensor gu) -> (Tensor, Tensor)",
@@ -539,13 +535,11 @@ def rms_norm_quantize(x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: T
     return Quantized(q, s), Norm(x_MK if residual_MK is None else h, rstd)
 
 
-def rms_norm_quantize_both(
-    x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: Tensor | None = None, transposed: str = "block"
-) -> tuple[Quantized, Quantized, Norm]:
-    """:func:`rms_norm` then :func:`quantize_both`, in one kernel and with the same bytes."""
-    x_MK = _matrix(x_MK, "rms_norm_quantize_both")
-    q, s, q_t, s_t, rstd, h = _ops.rms_norm_quantize_both(x_MK, weight_K, eps, residual_MK, _grouping(transposed))
-    return Quantized(q, s), Quantized(q_t, s_t), Norm(x_MK if residual_MK is None else h, rstd)
+def rms_norm_transposed(norm: Norm, weight_K: Tensor, transposed: str = "block") -> Quantized:
+    """:func:`quantize_transposed` of the output that :func:`rms_norm` gave, from what its backward keeps anyway: the same
+    bytes, in one kernel and one read."""
+    h_MK = _matrix(norm.h, "rms_norm_transposed")
+    return Quantized(*_ops.rms_norm_transposed(h_MK, norm.rstd, weight_K, _grouping(transposed)))
 
 
 def rms_norm_backward(

@@ -2,7 +2,8 @@
 
 Weights are no autograd tensors here: they are views of the arena, which holds no gradients.  Each backward adds its weight
 gradient to the FP32 ``main_grad`` of the layer, summed over micro-batches; :func:`anchor` keeps the graph alive down to the
-first layer.  What the forward saves of an activation is wgrad's FP8 operand, rounded once from BF16.
+first layer.  What the forward saves of an activation is wgrad's FP8 operand, rounded once from BF16; after a norm not even
+that: it is made in the backward from the norm's input, which its own backward needs.
 """
 
 from __future__ import annotations
@@ -63,16 +64,17 @@ def _norm_backward(norm: Weight, kept: Norm, dn: Tensor, d_residual: Tensor | No
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MH, residual_MH, norm, proj, eps):
-        x, x_t, kept = ops.rms_norm_quantize_both(x_MH, norm.weight, eps, residual_MH, X_GROUPS)
+        x, kept = ops.rms_norm_quantize(x_MH, norm.weight, eps, residual_MH)
         ctx.norm, ctx.proj = norm, proj
-        ctx.save_for_backward(kept.h, kept.rstd, *x_t)
+        ctx.save_for_backward(kept.h, kept.rstd)
         return proj.fprop(x), x_MH.view_as(x_MH) if residual_MH is None else kept.h
 
     @staticmethod
     def backward(ctx, dy_MN, dh_MH):
-        h, rstd, *x_t = ctx.saved_tensors
-        dn = _linear_backward(ctx.proj, dy_MN.contiguous(), Quantized(*x_t))
-        dx = _norm_backward(ctx.norm, Norm(h, rstd), dn, dh_MH)
+        kept = Norm(*ctx.saved_tensors)
+        x_t = ops.rms_norm_transposed(kept, ctx.norm.weight, X_GROUPS)
+        dn = _linear_backward(ctx.proj, dy_MN.contiguous(), x_t)
+        dx = _norm_backward(ctx.norm, kept, dn, dh_MH)
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -94,24 +96,25 @@ class _SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_MH, residual_MH, norm, mlp, eps):
-        x, x_t, kept = ops.rms_norm_quantize_both(x_MH, norm.weight, eps, residual_MH, X_GROUPS)
+        x, kept = ops.rms_norm_quantize(x_MH, norm.weight, eps, residual_MH)
         gate_up = mlp.gate_up_proj.fprop(x)
         act, act_t = ops.silu_mul_quantize_both(gate_up, X_GROUPS)
         ctx.norm, ctx.mlp = norm, mlp
-        ctx.save_for_backward(kept.h, kept.rstd, gate_up, *x_t, *act_t)
+        ctx.save_for_backward(kept.h, kept.rstd, gate_up, *act_t)
         return mlp.down_proj.fprop(act), kept.h
 
     @staticmethod
     def backward(ctx, dy_MH, dh_MH):
-        h, rstd, gate_up, x_q, x_s, act_q, act_s = ctx.saved_tensors
-        mlp = ctx.mlp
+        h, rstd, gate_up, act_q, act_s = ctx.saved_tensors
+        mlp, kept = ctx.mlp, Norm(h, rstd)
         d_act = _linear_backward(mlp.down_proj, dy_MH.contiguous(), Quantized(act_q, act_s))
         if d_act.shape[-1] % BLOCK == 0:
             d_gu, quantized = None, ops.silu_mul_backward_quantize(gate_up, d_act)
         else:
             d_gu, quantized = ops.silu_mul_backward(gate_up, d_act), None
-        dn = _linear_backward(mlp.gate_up_proj, d_gu, Quantized(x_q, x_s), quantized)
-        dx = _norm_backward(ctx.norm, Norm(h, rstd), dn, dh_MH)
+        x_t = ops.rms_norm_transposed(kept, ctx.norm.weight, X_GROUPS)
+        dn = _linear_backward(mlp.gate_up_proj, d_gu, x_t, quantized)
+        dx = _norm_backward(ctx.norm, kept, dn, dh_MH)
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
