@@ -495,6 +495,25 @@ def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh, tmp_p
     assert calls == ["verl optimizer_zero_grad", "verl optimizer_step", "verl load_checkpoint"]
 
 
+def test_the_embeddings_gradient_is_the_same_run_to_run():
+    """Many tokens of few ids, so that additions in another order would show."""
+    from verl.jetrl.model import autograd
+    from verl.jetrl.model.decoder import Weight
+
+    torch.manual_seed(0)
+    table = Weight(8, 256)
+    table.weight = nn.Parameter(torch.randn(8, 256).bfloat16(), requires_grad=False)
+    ids, dy = torch.randint(0, 8, (700,)), torch.randn(700, 256)
+    grads = []
+    for _ in range(10):
+        table.main_grad = torch.zeros(8, 256)
+        autograd.embed(ids, table).backward(dy.bfloat16())
+        grads.append(table.main_grad)
+    assert all(torch.equal(grads[0], grad) for grad in grads[1:])
+    wanted = torch.zeros(8, 256, dtype=torch.float64).index_add_(0, ids, dy.bfloat16().double())
+    torch.testing.assert_close(grads[0].double(), wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_a_checkpoint_of_another_number_of_processes_is_refused(mesh, tmp_path):
     (tmp_path / "fsdp_config.json").write_text('{"world_size": 2}')
     with pytest.raises(ValueError, match=r"saved by 2 processes, this run has 1: .*reshard .* --world-size 1"):

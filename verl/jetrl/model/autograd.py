@@ -142,8 +142,13 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MH):
         (ids_M,) = ctx.saved_tensors
-        # index_put sorts the ids on a GPU: unlike atomic additions it gives the same bits run to run.
-        _sink(ctx.table.main_grad, "embedding").index_put_((ids_M,), dy_MH.float(), accumulate=True)
+        grad_VH, dy_MH = _sink(ctx.table.main_grad, "embedding"), dy_MH.float()
+        # The same bits run to run: index_put sorts the ids on a GPU, where index_add adds in any order; on the CPU it is the
+        # other way round.
+        if grad_VH.is_cuda:
+            grad_VH.index_put_((ids_M,), dy_MH, accumulate=True)
+        else:
+            grad_VH.index_add_(0, ids_M, dy_MH)
         return None, None, None
 
 
