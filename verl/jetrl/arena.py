@@ -29,6 +29,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -96,11 +97,14 @@ class Layout:
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
-    @property
+    @cached_property
     def _by_name(self) -> dict[str, Entry]:
-        if "_names" not in self.__dict__:
-            object.__setattr__(self, "_names", {entry.name: entry for entry in self.entries})
-        return self.__dict__["_names"]
+        return {entry.name: entry for entry in self.entries}
+
+    @property
+    def weights(self) -> Iterator[Entry]:
+        """The entries that the trainer has parameters for: no scales, no RoPE table."""
+        return (entry for entry in self.entries if entry.parts and not entry.name.endswith(SCALE))
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of the ``"fp8"`` weights with their scales, or of the ``"bf16"`` tensors (the RoPE table counted there)."""

@@ -114,7 +114,7 @@ def _quantized(config: PretrainedConfig, names: list[str]) -> set[str]:
     if config.model_type not in SUPPORTED_MODELS:
         raise CheckpointError(f"--format fp8: model_type {config.model_type!r} is not one of {', '.join(SUPPORTED_MODELS)}")
     layout: Layout = layout_of(config)
-    expected = {part for e in layout.entries for part, _ in e.parts if not e.name.endswith(SCALE)}
+    expected = {part for entry in layout.weights for part, _ in entry.parts}
     if expected != set(names):
         raise CheckpointError(f"the checkpoint's parameters are not the model's: {sorted(expected ^ set(names))}")
     _warn(layout)

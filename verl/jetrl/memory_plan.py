@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
-from verl.jetrl.arena import ROPE, SCALE, Entry, has_qk_norm, head_dim, layout_of
+from verl.jetrl.arena import ROPE, Entry, has_qk_norm, head_dim, layout_of
 from verl.jetrl.compose import RecipeError, compose
 from verl.jetrl.fp8.format import FP8
 from verl.jetrl.precision import SUPPORTED_MODELS
@@ -93,7 +93,7 @@ class Sizes:
 def sizes_of(model: PretrainedConfig) -> Sizes:
     """Counted from the arena's layout."""
     layout, D = layout_of(model), head_dim(model)
-    weights = [entry for entry in layout.entries if entry.parts and not entry.name.endswith(SCALE)]
+    weights = list(layout.weights)
     linears = [entry for entry in weights if entry.dtype == FP8]
 
     def count(entries: list[Entry]) -> int:

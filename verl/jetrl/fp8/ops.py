@@ -22,6 +22,7 @@ from verl.jetrl.fp8 import format as ref
 from verl.jetrl.fp8 import gemm, kernels
 from verl.jetrl.fp8.format import BLOCK, Quantized, groups
 from verl.jetrl.fp8.kernels import padded
+from verl.jetrl.fp8.registration import register
 
 TRANSPOSED_GROUPS = ("group", "block")
 
@@ -410,13 +411,7 @@ _SCHEMAS = (
     "bf16_gemm_nt(Tensor a, Tensor b) -> Tensor",
 )
 
-_library = torch.library.Library("jetrl", "FRAGMENT")
-for _schema in _SCHEMAS:
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)
-    _library.impl(_name, getattr(_Cpu, _name), "CPU")
-    _library.impl(_name, getattr(_Cuda, _name), "CUDA")
-    torch.library.register_fake(f"jetrl::{_name}", getattr(_Fake, _name), lib=_library)
+_library = register(_SCHEMAS, _Cpu, _Cuda, _Fake)
 _ops = torch.ops.jetrl
 
 

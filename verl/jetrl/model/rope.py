@@ -26,6 +26,7 @@ from triton.experimental.gluon import language as gl
 
 from verl.jetrl.fp8.gemm import require_hopper
 from verl.jetrl.fp8.kernels import _NATIVE, _bf16, _iota, jit, tl
+from verl.jetrl.fp8.registration import register
 
 # Types whose frequencies depend on the configuration alone; "dynamic" and "longrope" recompute them from the lengths of
 # a batch, so that a token's angle would depend on its neighbours.
@@ -341,13 +342,7 @@ _SCHEMAS = (
     "Tensor? k_norm, float eps) -> (Tensor, Tensor)",
 )
 
-_library = torch.library.Library("jetrl", "FRAGMENT")
-for _schema in _SCHEMAS:
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)
-    _library.impl(_name, getattr(_Cpu, _name), "CPU")
-    _library.impl(_name, getattr(_Cuda, _name), "CUDA")
-    torch.library.register_fake(f"jetrl::{_name}", getattr(_Fake, _name), lib=_library)
+_library = register(_SCHEMAS, _Cpu, _Cuda, _Fake)
 _ops = torch.ops.jetrl
 
 

@@ -176,9 +176,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
             params, _ = super().get_per_tensor_param()
             yield from ((name, weight.to(torch.bfloat16)) for name, weight in params)
             return
-        for entry in self.masters.arena.layout.entries:
-            if not entry.parts or entry.name.endswith(SCALE):
-                continue
+        for entry in self.masters.arena.layout.weights:
             parts = list(self.masters.quantized(entry))
             yield entry.name, torch.cat([values.view(torch.uint8) for values, _ in parts]).view(entry.dtype)
             if parts[0][1] is not None:

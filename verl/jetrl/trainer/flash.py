@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl.jetrl.fp8.gemm import require_hopper
+from verl.jetrl.fp8.registration import register
 
 NAME = "jetrl_fa3"
 MAX_HEAD_DIM = 256
@@ -119,13 +120,7 @@ _SCHEMAS = (
     "SymInt max_seqlen, float scale, bool deterministic) -> (Tensor, Tensor, Tensor)",
 )
 
-_library = torch.library.Library("jetrl", "FRAGMENT")
-for _schema in _SCHEMAS:
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)
-    _library.impl(_name, getattr(_Cpu, _name), "CPU")
-    _library.impl(_name, getattr(_Cuda, _name), "CUDA")
-    torch.library.register_fake(f"jetrl::{_name}", getattr(_Fake, _name), lib=_library)
+_library = register(_SCHEMAS, _Cpu, _Cuda, _Fake)
 _ops = torch.ops.jetrl
 
 

@@ -47,10 +47,8 @@ def chosen_log_probs(logits_MV: Tensor, ids_M: Tensor) -> Tensor:
 
 
 def _entropy(logits_MV: Tensor) -> Tensor:
-    probabilities = logits_MV.softmax(-1)
-    # 0 * -inf is 0 here: a masked id has no share in the entropy
-    weighted = torch.where(probabilities > 0, probabilities * logits_MV, 0.0)
-    return torch.logsumexp(logits_MV, -1) - weighted.sum(-1)
+    # A masked id's logit is finite (vocabulary.MASKED): times its probability, 0, it has no share.
+    return torch.logsumexp(logits_MV, -1) - (logits_MV.softmax(-1) * logits_MV).sum(-1)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -70,7 +68,7 @@ class _LogProbs(torch.autograd.Function):
             logits_MV = scaled_logits(x_MH[rows], ctx.head.weight, temperature_M[rows], ctx.tokens)
             d_MV = logits_MV.softmax(-1)
             if ctx.with_entropy:
-                log_p_MV = logits_MV.log_softmax(-1).masked_fill(d_MV == 0, 0.0)
+                log_p_MV = logits_MV.log_softmax(-1)
                 mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
                 d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
             d_MV *= -d_log_prob_M[rows, None]

@@ -74,9 +74,7 @@ class Masters:
         if os.environ.get("JETRL_FAULT") == "drop_weight_sync" and control is not None and control.version:
             control.wrote()  # a test's fault: everything runs, no weight arrives
             return
-        for entry in self.arena.layout.entries:
-            if not entry.parts or entry.name.endswith(SCALE):
-                continue
+        for entry in self.arena.layout.weights:
             targets = [part for _, part in self.arena.parts(entry.name)]
             owner, _, _ = entry.name.rpartition(".")
             scales = [part for _, part in self.arena.parts(f"{owner}.{SCALE}")] if entry.dtype == FP8 else []
@@ -105,9 +103,7 @@ class Masters:
 
     def _accumulators(self) -> Iterator[tuple[str, nn.Module, str]]:
         """(arena entry, module, attribute) of every FP32 gradient accumulator."""
-        for entry in self.arena.layout.entries:
-            if not entry.parts or entry.name.endswith(SCALE):
-                continue
+        for entry in self.arena.layout.weights:
             owner, _, kind = entry.name.rpartition(".")
             yield entry.name, self.decoder.get_submodule(owner), "bias_grad" if kind == "bias" else "main_grad"
 
