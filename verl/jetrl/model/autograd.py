@@ -1,13 +1,15 @@
 """The decoder's steps with gradients: the operators of :mod:`verl.jetrl.model.decoder` plus their backward.
 
 Weights are no autograd tensors here: they are views of the arena, which holds no gradients.  Each backward adds its weight
-gradient to the FP32 ``main_grad`` of the layer, summed over micro-batches; :func:`anchor` keeps the graph alive down to the
-first layer.  What the forward saves of an activation is wgrad's FP8 operand, rounded once from BF16; after a norm not even
-that: it is made in the backward from the norm's input, which its own backward needs.
+gradient to the FP32 ``main_grad`` of the layer, summed over micro-batches: a tensor, or a :data:`GradientSink` that is
+opened once per backward; :func:`anchor` keeps the graph alive down to the first layer.  What the forward saves of an
+activation is wgrad's FP8 operand, rounded once from BF16; after a norm not even that: it is made in the backward from the
+norm's input, which its own backward needs.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,40 +26,50 @@ X_GROUPS = "block"  # wgrad's x operand: 128x128 blocks, the fast kernel (docs/f
 HEAD_ROWS = 16384  # rows of the head's weight gradient computed at a time
 
 
+# Gives a zeroed FP32 matrix to add to and takes it back: a weight's gradient whose sum lies elsewhere.
+GradientSink = AbstractContextManager[Tensor]
+
+
 def anchor(device: torch.device) -> Tensor:
     """An empty tensor that requires a gradient: what makes the embedding's output part of the graph."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
-def _sink(grad: Tensor | None, what: str) -> Tensor:
+def sink(grad: Tensor | GradientSink | None, what: str) -> AbstractContextManager[Tensor]:
+    """``with sink(layer.main_grad, ...) as grad``: the FP32 tensor that a backward adds the whole gradient to."""
     if grad is None:
         raise RuntimeError(f"{what}: no gradient accumulator; the trainer allocates them before a backward pass")
-    return grad
+    return nullcontext(grad) if isinstance(grad, Tensor) else grad
 
 
 def _linear_backward(
     proj: Fp8Linear, dy_MN: Tensor | None, x_t: Quantized, quantized_dy: tuple[Quantized, Quantized] | None = None
 ) -> Tensor:
     """dx (M, K) BF16; adds the weight's and the bias's gradients to their accumulators."""
-    main_grad_NK = _sink(proj.main_grad, "Fp8Linear")
     if proj.bias is not None:
-        _sink(proj.bias_grad, "bias").add_(dy_MN.sum(0, dtype=torch.float32))
-    parts, start, dx = proj.part_rows, 0, None
-    for index, rows in enumerate(parts):
-        if quantized_dy is not None:
-            dy, dy_t = quantized_dy
-        else:
-            dy, dy_t = ops.quantize_both(dy_MN if len(parts) == 1 else dy_MN[:, start : start + rows].contiguous(), "group")
+        with sink(proj.bias_grad, "bias") as bias_grad_N:
+            bias_grad_N.add_(dy_MN.sum(0, dtype=torch.float32))
+    parts, start, dys, dx = proj.part_rows, 0, [], None
+    with sink(proj.main_grad, "Fp8Linear") as main_grad_NK:  # closed before dgrad, which its reduction overlaps
+        for rows in parts:
+            if quantized_dy is not None:
+                dy, dy_t = quantized_dy
+            else:
+                part_dy = dy_MN if len(parts) == 1 else dy_MN[:, start : start + rows].contiguous()
+                dy, dy_t = ops.quantize_both(part_dy, "group")
+            ops.wgrad(dy_t, x_t, accumulate_NK=main_grad_NK[start : start + rows])
+            dys.append(dy)
+            start += rows
+    for index, dy in enumerate(dys):
         part_dx = ops.dgrad(dy, proj.transposed_part(index))
         dx = part_dx if dx is None else dx.float() + part_dx.float()
-        ops.wgrad(dy_t, x_t, accumulate_NK=main_grad_NK[start : start + rows])
-        start += rows
     return dx.to(torch.bfloat16)
 
 
 def _norm_backward(norm: Weight, kept: Norm, dn: Tensor, d_residual: Tensor | None) -> Tensor:
     dx, d_norm = ops.rms_norm_backward(dn, kept, norm.weight, d_residual)
-    _sink(norm.main_grad, "norm").add_(d_norm)
+    with sink(norm.main_grad, "norm") as main_grad_H:
+        main_grad_H.add_(d_norm)
     return dx
 
 
@@ -142,13 +154,14 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MH):
         (ids_M,) = ctx.saved_tensors
-        grad_VH, dy_MH = _sink(ctx.table.main_grad, "embedding"), dy_MH.float()
-        # The same bits run to run: index_put sorts the ids on a GPU, where index_add adds in any order; on the CPU it is the
-        # other way round.
-        if grad_VH.is_cuda:
-            grad_VH.index_put_((ids_M,), dy_MH, accumulate=True)
-        else:
-            grad_VH.index_add_(0, ids_M, dy_MH)
+        dy_MH = dy_MH.float()
+        with sink(ctx.table.main_grad, "embedding") as grad_VH:
+            # The same bits run to run: index_put sorts the ids on a GPU, where index_add adds in any order; on the CPU it is
+            # the other way round.
+            if grad_VH.is_cuda:
+                grad_VH.index_put_((ids_M,), dy_MH, accumulate=True)
+            else:
+                grad_VH.index_add_(0, ids_M, dy_MH)
         return None, None, None
 
 
@@ -162,12 +175,12 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MV):
         (x_MH,) = ctx.saved_tensors
-        return add_head_gradient(ctx.head, dy_MV.to(torch.bfloat16), x_MH), None
+        with sink(ctx.head.main_grad, "head") as main_grad_VH:
+            return add_head_gradient(ctx.head, main_grad_VH, dy_MV.to(torch.bfloat16), x_MH), None
 
 
-def add_head_gradient(head: Weight, dy_MV: Tensor, x_MH: Tensor) -> Tensor:
-    """dx (M, H) of the head for BF16 ``dy_MV``; adds the head's own gradient to its accumulator."""
-    main_grad_VH = _sink(head.main_grad, "head")
+def add_head_gradient(head: Weight, main_grad_VH: Tensor, dy_MV: Tensor, x_MH: Tensor) -> Tensor:
+    """dx (M, H) of the head for BF16 ``dy_MV``; adds the head's own gradient to ``main_grad_VH``, its opened sink."""
     for start in range(0, dy_MV.shape[1], HEAD_ROWS):
         rows = slice(start, start + HEAD_ROWS)
         main_grad_VH[rows].add_(_mm_fp32(dy_MV[:, rows].t(), x_MH))
@@ -214,7 +227,8 @@ def leaf(norm: Weight) -> Tensor:
     value = norm.weight.detach().requires_grad_()
 
     def add(grad: Tensor) -> None:
-        _sink(norm.main_grad, "norm").add_(grad)
+        with sink(norm.main_grad, "norm") as main_grad_D:
+            main_grad_D.add_(grad)
 
     value.register_hook(add)
     return value

@@ -38,10 +38,10 @@ def _parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter
 class Weight(nn.Module):
     """A BF16 vector or matrix: a norm's weight, the embedding, the head.
 
-    ``main_grad``: FP32 accumulator of the trainer, None elsewhere.
+    ``main_grad``: FP32 accumulator of the trainer, or the sink of one that is sharded; None elsewhere.
     """
 
-    main_grad: Tensor | None = None
+    main_grad: Tensor | autograd.GradientSink | None = None
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class Weight(nn.Module):
 class Fp8Linear(nn.Module):
     """A fused linear layer: ``weight`` (N, K) FP8, block scales of its parts, BF16 ``bias`` (N,) or None.
 
-    ``main_grad`` (N, K) and ``bias_grad`` (N,): FP32 accumulators of the trainer.  ``transposed``: per part the bytes for
-    dgrad, kept (then whoever writes the arena refreshes them) or, when None, made for each use.
+    ``main_grad`` (N, K) and ``bias_grad`` (N,): FP32 accumulators of the trainer, or their sinks.  ``transposed``: per part
+    the bytes for dgrad, kept (then whoever writes the arena refreshes them) or, when None, made for each use.
 
     The rollout may run a slice of the layer, as views: ``columns`` = (rank, T) computes the rank's share of every part's
     rows; ``shard`` = (rank, T, scales) multiplies the rank's share of K, and ``reduce`` adds the ranks' results.
     """
 
-    main_grad: Tensor | None = None
-    bias_grad: Tensor | None = None
+    main_grad: Tensor | autograd.GradientSink | None = None
+    bias_grad: Tensor | autograd.GradientSink | None = None
     transposed: list[Tensor] | None = None
     columns: tuple[int, int] | None = None
     shard: tuple[int, int, Tensor] | None = None

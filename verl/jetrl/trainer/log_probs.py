@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.jetrl.fp8 import ops
-from verl.jetrl.model.autograd import add_head_gradient
+from verl.jetrl.model.autograd import add_head_gradient, sink
 from verl.jetrl.model.decoder import Weight
 from verl.jetrl.vocabulary import mask_padding
 
@@ -63,20 +63,21 @@ class _LogProbs(torch.autograd.Function):
         x_MH, ids_M, temperature_M = ctx.saved_tensors
         dx_MH = torch.empty_like(x_MH)
         step = chunk_tokens(ctx.head.weight.shape[0])
-        for start in range(0, len(x_MH), step):
-            rows = slice(start, start + step)
-            logits_MV = scaled_logits(x_MH[rows], ctx.head.weight, temperature_M[rows], ctx.tokens)
-            d_MV = logits_MV.softmax(-1)
-            if ctx.with_entropy:
-                log_p_MV = logits_MV.log_softmax(-1)
-                mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
-                d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
-            d_MV *= -d_log_prob_M[rows, None]
-            d_MV.scatter_add_(-1, ids_M[rows, None], d_log_prob_M[rows, None])
-            if ctx.with_entropy:
-                d_MV += d_entropy_MV
-            d_MV /= temperature_M[rows, None].float()
-            dx_MH[rows] = add_head_gradient(ctx.head, d_MV.to(torch.bfloat16), x_MH[rows])
+        with sink(ctx.head.main_grad, "head") as main_grad_VH:  # once: the ranks may have other numbers of chunks
+            for start in range(0, len(x_MH), step):
+                rows = slice(start, start + step)
+                logits_MV = scaled_logits(x_MH[rows], ctx.head.weight, temperature_M[rows], ctx.tokens)
+                d_MV = logits_MV.softmax(-1)
+                if ctx.with_entropy:
+                    log_p_MV = logits_MV.log_softmax(-1)
+                    mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
+                    d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
+                d_MV *= -d_log_prob_M[rows, None]
+                d_MV.scatter_add_(-1, ids_M[rows, None], d_log_prob_M[rows, None])
+                if ctx.with_entropy:
+                    d_MV += d_entropy_MV
+                d_MV /= temperature_M[rows, None].float()
+                dx_MH[rows] = add_head_gradient(ctx.head, main_grad_VH, d_MV.to(torch.bfloat16), x_MH[rows])
         return dx_MH, None, None, None, None, None
 
 

@@ -2,24 +2,28 @@
 
 Each parameter of the Hugging Face model becomes a DTensor sharded by rows, so that verl's optimizer, gradient clipping
 and checkpoints see what they see under FSDP2.  FSDP2 itself is told to ignore them: the forward reads the arena, the
-backward adds to FP32 accumulators, and :meth:`Masters.write` rounds the masters into the arena after an optimizer step.
+backward adds to FP32 accumulators (:mod:`verl.jetrl.trainer.gradients`), and :meth:`Masters.write` rounds the masters into
+the arena after an optimizer step: every rank its own rows, whose FP8 bytes the ranks then exchange.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from verl.jetrl.arena import ROPE, SCALE, SHARDS, TRAINER, Arena, Entry
 from verl.jetrl.fp8 import ops
-from verl.jetrl.fp8.format import FP8
+from verl.jetrl.fp8.format import BLOCK, FP8
+from verl.jetrl.model.autograd import GradientSink
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
+from verl.jetrl.trainer.gradients import Gradients
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -48,6 +52,8 @@ class Masters:
         self.decoder, self.arena, self.resident_transposed = decoder, arena, resident_transposed
         self.parameters = dict(module.named_parameters())
         self.mesh: DeviceMesh = next(iter(self.parameters.values())).device_mesh
+        self._shards = self.mesh.ndim - 1  # the mesh's dimension over which rows are sharded
+        self._gradients: Gradients | None = None
         arena[ROPE].copy_(rope_table(decoder.config, decoder.config.max_position_embeddings))
 
     # --- weights --------------------------------------------------------------------------------------------------
@@ -74,14 +80,9 @@ class Masters:
         if os.environ.get("JETRL_FAULT") == "drop_weight_sync" and control is not None and control.version:
             control.wrote()  # a test's fault: everything runs, no weight arrives
             return
-        for entry in self.arena.layout.weights:
-            targets = [part for _, part in self.arena.parts(entry.name)]
-            owner, _, _ = entry.name.rpartition(".")
-            scales = [part for _, part in self.arena.parts(f"{owner}.{SCALE}")] if entry.dtype == FP8 else []
-            for index, (values, s) in enumerate(self.quantized(entry)):
-                targets[index].view(torch.uint8).copy_(values.view(torch.uint8))
-                if s is not None:
-                    scales[index].copy_(s)
+        on_way = [work for entry in self.arena.layout.weights for work in self._write(entry)]
+        for work in on_way:
+            work.wait()
         self._write_shards()
         if self.resident_transposed:
             for linear in self.decoder.linears():
@@ -90,6 +91,37 @@ class Masters:
             if self.arena.data.is_cuda:
                 torch.cuda.synchronize()  # the engine reads from another process: its stream knows nothing of ours
             control.wrote()
+
+    def _write(self, entry: Entry) -> Iterator[dist.Work]:
+        """Writes one entry; yields the gathers on their way."""
+        parts = self.arena.parts(entry.name)
+        if entry.dtype != FP8:
+            for name, target in parts:
+                yield from self._gather(name, [target], lambda rows: [rows])
+            return
+        scales = self.arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
+        for (name, target), (_, scale) in zip(parts, scales, strict=True):
+            yield from self._gather(name, [target.view(torch.uint8), scale], _bytes_and_scales, BLOCK)
+
+    def _gather(
+        self, name: str, targets: list[Tensor], rounded: Callable[[Tensor], Sequence[Tensor]], block: int = 1
+    ) -> Iterator[dist.Work]:
+        """Writes ``rounded`` rows of a parameter into ``targets``: this rank its own, then each gets the others'.
+
+        The gathers need no memory but the arena's.  Where the ranks' rows differ in number, or a block of ``block`` rows
+        would straddle two ranks, every rank gathers the BF16 rows and rounds them all.
+        """
+        parameter, ranks = self.parameters[name].detach(), self.mesh.size(self._shards)
+        if ranks > 1 and parameter.shape[0] % (ranks * block):
+            for target, values in zip(targets, rounded(parameter.to(torch.bfloat16).full_tensor()), strict=True):
+                target.copy_(values)
+            return
+        rank, group = self.mesh.get_local_rank(self._shards), self.mesh.get_group(self._shards)
+        for target, values in zip(targets, rounded(parameter.to_local().to(torch.bfloat16)), strict=True):
+            mine = target.chunk(ranks)[rank]
+            mine.copy_(values)
+            if ranks > 1:
+                yield dist.all_gather_into_tensor(target, mine, group=group, async_op=True)
 
     def _write_shards(self) -> None:
         """The scales of o and down once more, cut along K for a rollout on several GPUs."""
@@ -101,39 +133,40 @@ class Masters:
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
-    def _accumulators(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """(arena entry, module, attribute) of every FP32 gradient accumulator."""
-        for entry in self.arena.layout.weights:
-            owner, _, kind = entry.name.rpartition(".")
-            yield entry.name, self.decoder.get_submodule(owner), "bias_grad" if kind == "bias" else "main_grad"
-
     def zero_grad(self) -> None:
         """Zeroes the accumulators; allocates them where they were dropped."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        for name, module, attribute in self._accumulators():
-            grad = getattr(module, attribute)
-            if grad is None:
-                shape = self.arena.layout[name].shape
-                setattr(module, attribute, torch.zeros(shape, dtype=torch.float32, device=self.arena.data.device))
-            else:
-                grad.zero_()
+        if self._gradients is None:
+            self._gradients = Gradients(self.arena.layout, self.mesh, self.arena.data.device)
+            self._attach(self._gradients.sinks)
+        else:
+            self._gradients.zero_()
 
     def drop_grads(self) -> None:
-        """Frees all gradients: four bytes per parameter that the rollout's KV cache can use."""
+        """Frees all gradients: memory that the rollout's KV cache can use."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        for _, module, attribute in self._accumulators():
-            setattr(module, attribute, None)
+        self._gradients = None
+        self._attach({})
+
+    def _attach(self, sinks: Mapping[str, Tensor | GradientSink]) -> None:
+        """Gives the decoder's layers what their backward adds to."""
+        for entry in self.arena.layout.weights:
+            owner, _, kind = entry.name.rpartition(".")
+            attribute = "bias_grad" if kind == "bias" else "main_grad"
+            setattr(self.decoder.get_submodule(owner), attribute, sinks.get(entry.name))
 
     def assign_grads(self) -> None:
-        """Reduces the accumulators over the ranks (mean) and hangs each rank's rows on its parameters.
+        """Hangs each rank's rows of the mean gradients on its parameters: views of the accumulators."""
+        for name, rows in self._gradients.reduced():
+            parameter = self.parameters[name]
+            grad = DTensor.from_local(
+                rows, self.mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+            parameter.grad = grad.to(parameter.dtype)
 
-        On one rank a parameter's gradient is a view of the accumulator.
-        """
-        for name, module, attribute in self._accumulators():
-            parts = self.arena.layout[name].parts
-            for (parameter_name, _), grad in zip(parts, getattr(module, attribute).split([n for _, n in parts]), strict=True):
-                parameter = self.parameters[parameter_name]
-                partial = DTensor.from_local(grad, self.mesh, [Partial("avg")] * self.mesh.ndim, run_check=False)
-                parameter.grad = partial.redistribute(placements=parameter.placements).to(parameter.dtype)
+
+def _bytes_and_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    q, s = ops.quantize_blocks(rows)
+    return q.view(torch.uint8), s
