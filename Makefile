@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync parity
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync bench-train parity
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -63,6 +63,9 @@ bench-rollout: setup ## rollout speed, weight update and mismatch of the arms on
 	$(PY) -m benchmarks.rollout
 
 bench-sync: bench-rollout ## the same: one run measures all three
+
+bench-train: setup ## training phase of FP8 and BF16 on one or two Hopper GPUs -> benchmarks/results/train.json; ARGS="--arms fp8,bf16"
+	$(PY) -m benchmarks.train $(ARGS)
 
 docker: ## build the image with the GPU stack
 	docker build -t verl-jetrl:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
