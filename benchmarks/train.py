@@ -326,14 +326,12 @@ def step(engine: Any, loss: Callable, data: Any) -> dict[str, float]:
         data["old_log_probs"] = responses(output["model_output"]["log_probs"], data)
         tu.assign_non_tensor(data, calculate_entropy=False)
         writing = meter.phase("write") if masters is not None else nullcontext()
-        with engine.train_mode(zero_grad_on_exit=False):
+        with engine.train_mode():  # on exit it zeroes the gradients, as in verl's worker
             with meter.phase("forward_backward"):
                 engine.optimizer_zero_grad()
                 engine.forward_backward_batch(data, loss, forward_only=False)
             with meter.phase("optimizer"), timed_write(masters, writing):
                 norm = engine.optimizer_step()
-        if masters is None:
-            engine.optimizer_zero_grad()
     meter.seconds["optimizer"] -= meter.seconds.setdefault("write", 0.0)
     if not (norm > 0 and norm < float("inf")):
         raise RuntimeError(f"the gradient's norm is {norm}: nothing was trained")
