@@ -2,6 +2,7 @@
 
     python -m benchmarks.numerics                          # gradients and SFT curves on what this machine has
     python -m benchmarks.numerics --parts gradients        # one of them
+    python -m benchmarks.numerics --parts seeds            # FP8's SFT curve with the other seeds too, after the part sft
     python -m benchmarks.numerics --grpo runs/tiny/jetrl --bf16 runs/tiny/bf16 runs-1/tiny/bf16 runs-2/tiny/bf16
 
 The last reads finished runs: ``make recipe-tiny`` made the first pair, and the others are
@@ -300,26 +301,63 @@ def sft_curve(model: Path, arm: str, problems: Sequence, held_out: Sequence, see
     return {name: [round(x, 6) for x in values] for name, values in found.items()} | {"seconds": time.perf_counter() - started}
 
 
-def sft(steps: int = STEPS, batch: int = BATCH) -> dict:
-    """The part "sft"."""
+def sft_runs(runs: Sequence[tuple[str, int]], steps: int, batch: int = BATCH) -> dict[str, dict]:
+    """The curves of (arm, seed) pairs, by name."""
     from recipes.tiny.train_model import make_model
 
     problems, held_out = examples(0, "train", steps * batch), examples(0, "validation", HELD_OUT)
-    runs = [("bf16", seed) for seed in SEEDS] + [("fp8", SEEDS[0])]
     with tempfile.TemporaryDirectory() as folder:
         model = save(make_model(whole_tokenizer(), seed=0), Path(folder))
-        samples = {f"{arm}_seed{seed}": sft_curve(model, arm, problems, held_out, seed, steps, batch) for arm, seed in runs}
-    *bf16, fp8 = samples.values()
-    figures = {}
-    for name, window in (("loss", WINDOW), ("held_out", 1)):
-        found = compare(fp8[name], [run[name] for run in bf16], window)
-        figures |= {f"sft_{name}_{figure}": value for figure, value in found.items()}
-    rows = [
+        return {f"{arm}_seed{seed}": sft_curve(model, arm, problems, held_out, seed, steps, batch) for arm, seed in runs}
+
+
+def sft_table(samples: Mapping[str, dict]) -> list[dict]:
+    return [
         {"run": name, "first loss": run["loss"][0], "last losses": float(np.mean(run["loss"][-WINDOW:]))}
         | {"held out": run["held_out"][-1], "mean gradient norm": float(np.mean(run["grad_norm"])), "s": run["seconds"]}
         for name, run in samples.items()
     ]
-    return {"notes": {"sft": SFT_NOTE, "band": BAND_NOTE}, "figures": figures, "tables": {"sft": rows}, "samples": samples}
+
+
+CURVES = (("loss", WINDOW), ("held_out", 1))  # and what smooths them
+
+
+def sft(steps: int = STEPS) -> dict:
+    """The part "sft"."""
+    samples = sft_runs([*(("bf16", seed) for seed in SEEDS), ("fp8", SEEDS[0])], steps)
+    *bf16, fp8 = samples.values()
+    figures = {
+        f"sft_{curve}_{figure}": value
+        for curve, window in CURVES
+        for figure, value in compare(fp8[curve], [run[curve] for run in bf16], window).items()
+    }
+    notes = {"sft": SFT_NOTE, "band": BAND_NOTE}
+    return {"notes": notes, "figures": figures, "tables": {"sft": sft_table(samples)}, "samples": samples}
+
+
+def by_seed(fp8: Sequence[dict], bf16: Sequence[dict]) -> dict[str, float]:
+    """Final FP8 against final BF16 losses of the same seeds: mean difference and its standard error."""
+    figures = {}
+    for curve, window in CURVES:
+        ends = [np.array([np.mean(run[curve][-window:]) for run in runs]) for runs in (fp8, bf16)]
+        difference = ends[0] - ends[1]
+        figures[f"seeds_{curve}_final_difference"] = float(difference.mean())
+        figures[f"seeds_{curve}_final_difference_error"] = float(difference.std(ddof=1) / len(difference) ** 0.5)
+        figures[f"seeds_{curve}_final_fp8_range"] = float(ends[0].max() - ends[0].min())
+    return figures
+
+
+def seeds(earlier: Mapping[str, dict], steps: int = STEPS) -> dict:
+    """The part "seeds": FP8 with the other seeds too; ``earlier``: the samples of the part "sft"."""
+    samples = sft_runs([("fp8", seed) for seed in SEEDS[1:]], steps)
+    all_runs = {**earlier, **samples}
+    figures = by_seed(*([all_runs[f"{arm}_seed{seed}"] for seed in SEEDS] for arm in ("fp8", "bf16")))
+    note = (
+        "is a difference between FP8 and BF16 one of the arithmetic, or of one run? FP8 with every seed of BF16's: mean "
+        "difference of the final losses of the same seeds, and its standard error over the seeds. BF16's curves, and FP8's of "
+        "the first seed, are the part sft's."
+    )
+    return {"notes": {"seeds": note}, "figures": figures, "tables": {"seeds": sft_table(samples)}, "samples": samples}
 
 
 # --- reward curves of finished runs ---------------------------------------------------------------------------------------
@@ -394,10 +432,19 @@ def tables(part: dict) -> str:
     return "\n\n".join([*found, markdown(["figure", "value"], [list(item) for item in part["figures"].items()])])
 
 
+def sft_samples(path: Path) -> dict[str, dict]:
+    """The samples of the part "sft" of this kind of machine."""
+    part = f"sft_{trainers.machine()}"
+    found = json.loads(path.read_text())["parts"] if path.is_file() else {}
+    if part not in found:
+        raise SystemExit(f"{path} has no part {part}: run --parts sft first")
+    return found[part]["samples"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft"])
+    parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft", "seeds"])
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of the SFT runs (default %(default)s)")
     parser.add_argument("--grpo", type=Path, metavar="RUN", help="folder of the FP8 run; nothing else is measured")
     parser.add_argument("--bf16", type=Path, nargs="*", default=[], metavar="RUN", help="folders of the BF16 runs for --grpo")
@@ -407,7 +454,11 @@ def main() -> None:
     else:
         trainers.restart_as_run("benchmarks.numerics")
         with trainers.alone():
-            measure = {"gradients": gradients, "sft": lambda: sft(args.steps)}
+            measure = {
+                "gradients": gradients,
+                "sft": lambda: sft(args.steps),
+                "seeds": lambda: seeds(sft_samples(args.out), args.steps),
+            }
             parts = {name: measure[name]() for name in args.parts}
     from benchmarks.ops import versions
     from verl.jetrl.run import device_name

@@ -117,6 +117,16 @@ def test_one_more_seed_is_inside_and_a_collapse_is_outside():
     assert worse["final_bf16_range"] == pytest.approx(max(ends) - min(ends))
 
 
+def test_differences_seed_by_seed():
+    ends = {"fp8": (1.0, 2.0, 6.0), "bf16": (2.0, 2.0, 5.0)}
+    runs = {arm: [{"loss": [9.0] * 30 + [x] * numerics.WINDOW, "held_out": [9.0, x]} for x in xs] for arm, xs in ends.items()}
+    found = numerics.by_seed(runs["fp8"], runs["bf16"])
+    for curve in ("loss", "held_out"):
+        assert found[f"seeds_{curve}_final_difference"] == pytest.approx(0.0)
+        assert found[f"seeds_{curve}_final_difference_error"] == pytest.approx(1 / 3**0.5)
+        assert found[f"seeds_{curve}_final_fp8_range"] == pytest.approx(5.0)
+
+
 # --- finished runs --------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +203,10 @@ def test_the_committed_figures_are_those_of_the_samples():
             for curve, window in (("loss", numerics.WINDOW), ("held_out", 1)):
                 for figure, value in numerics.compare(fp8[curve], [run[curve] for run in bf16], window).items():
                     assert part["figures"][f"sft_{curve}_{figure}"] == pytest.approx(value), (name, curve, figure)
+        elif name.startswith("seeds"):
+            runs = parts[name.replace("seeds", "sft")]["samples"] | part["samples"]
+            pairs = [[runs[f"{arm}_seed{seed}"] for seed in numerics.SEEDS] for arm in ("fp8", "bf16")]
+            assert part["figures"] == pytest.approx(numerics.by_seed(*pairs)), name
         elif name.startswith("grpo"):
             for figure, value in numerics.compare(curves[-1], curves[:-1]).items():
                 assert part["figures"][f"grpo_reward_{figure}"] == pytest.approx(value), (name, figure)
