@@ -26,6 +26,7 @@ from verl.jetrl.arena import ROPE, Entry, has_qk_norm, head_dim, layout_of
 from verl.jetrl.compose import RecipeError, compose
 from verl.jetrl.fp8.format import FP8
 from verl.jetrl.precision import SUPPORTED_MODELS
+from verl.jetrl.trainer.gradients import LAYERS
 from verl.jetrl.trainer.log_probs import chunk_tokens
 
 GIB = 2**30
@@ -213,9 +214,9 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
             yield item("transposed FP8 weights", m.of_linears, PHASES, TRANSPOSED)
         else:
             yield item("transposed: one linear at a time", m.of_largest_linear, (BACKWARD,), TRANSPOSED)
-        yield item("FP32 gradients, whole", 4 * P, (BACKWARD, STEP))
-        if N > 1:
-            yield item(f"FP32 gradients, reduced / {N}", 4 * P / N, (STEP,))
+        yield item(f"FP32 gradients / {N}", 4 * P / N, (BACKWARD, STEP))
+        if N > 1:  # padding of rows that do not divide by N left out
+            yield item("gradients on their way", 4 * max(LAYERS * m.of_layer, m.V * m.H), (BACKWARD,))
         if _get(config, "actor.use_kl_loss") or config.algorithm.use_kl_in_reward:
             transposed = m.of_linears if _get(config, "ref.fsdp_config.resident_transposed") else 0
             reference = m.fp8_bytes + m.bf16_bytes + m.rope_bytes + transposed + 4 * P / N
