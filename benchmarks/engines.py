@@ -47,6 +47,7 @@ def _options(kind: str, settings: Settings) -> dict[str, Any]:
         gpu_memory_utilization=0.3,
         enable_prefix_caching=settings.prefix_cache,
         enable_sleep_mode=True,
+        logprobs_mode="processed_logprobs",  # as verl: of FP32 logits; "raw" ones are of BF16 logits, summed in another order
         enforce_eager=settings.eager,
         disable_log_stats=not settings.statistics,
         worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
@@ -141,7 +142,7 @@ class _Worker:
 
 
 def _serve(kind: str, settings: Settings, environment: dict[str, str], connection: Connection) -> None:
-    os.environ.update({"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", **environment})
+    os.environ.update({"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **environment})
     faulthandler.dump_traceback_later(300, repeat=True)  # an engine that hangs says where
     try:
         worker = _Worker(kind, settings)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollout                       # Qwen3-8B shapes, random weights -> rollout, sync, mismatch .json
     python -m benchmarks.rollout --layers 2 --quick    # checks the script itself
+    python -m benchmarks.rollout --arms jetrl_exact --add    # adds an arm to the results of before
 
 This process plays the trainer: it holds FP32 masters, under FSDP2 for the stock arms and behind the weight arena for
 jetrl, and no optimizer states.  Each engine runs in a process of its own, with the same KV cache, batch limits, CUDA-graph
@@ -43,7 +44,8 @@ SHAPES = dict(
 CASES = {"64": (64, 256, 512), "256": (256, 256, 512), "2k": (64, 2048, 2048)}
 ARMS = ("bf16", "stock_fp8", "jetrl", "jetrl_exact")
 NOTES = {
-    "engines": "vLLM with torch.compile, full and piecewise CUDA graphs, no prefix cache; the same KV-cache bytes for all.",
+    "engines": "vLLM with torch.compile, full and piecewise CUDA graphs, no prefix cache; the same KV-cache bytes for all; "
+    "GEMM kernels compiled beforehand.",
     "stock_fp8": "vLLM's block FP8 (128x128, FP32 scales: VLLM_USE_DEEP_GEMM_E8M0=0) with its DeepGEMM kernels.",
     "publish_seconds": "from the end of optimizer.step, device synchronized, until the engine's weights are the new ones and "
     "both sides' version says so. Stock: export, transfer, re-quantization (for FP8).",
@@ -197,11 +199,11 @@ def update_jetrl(trainer: Trainer, engine: Engine, hashed: bool) -> tuple[float,
 
 def digests(trainer: Trainer) -> dict[str, str]:
     """Hashes of what the masters round to, under the engine's names."""
+    from verl.jetrl import weights
     from verl.jetrl.trainer.engine import JetRLEngine
-    from verl.jetrl.weights import digest
 
     stub = types.SimpleNamespace(masters=trainer.masters, flow=types.SimpleNamespace(fp8=True))
-    return {name: digest(tensor) for name, tensor in JetRLEngine.rollout_weights(stub)}
+    return weights.digests(JetRLEngine.rollout_weights(stub))
 
 
 def prompts(count: int, length: int, seed: int, vocabulary: int = 150000) -> list[list[int]]:
@@ -231,7 +233,7 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
     options = replace(settings, exact=arm == "jetrl_exact")
     engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     samples["start_seconds"][arm] = time.perf_counter() - begun
-    repeats = 1 if quick else 3
+    repeats = 1 if quick else 3 if ours else 2  # stock's takes seconds each
     engine("sleep")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -249,8 +251,9 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
     for case, (count, length, tokens) in CASES.items():
         if quick:
             length, tokens = length // 8, tokens // 16
-        for run in range(1 if quick or case == "2k" else 2):  # one warm-up, but for the long case: kernels are warm by then
-            seconds, ids, _ = engine("generate", prompts(count, length, run), tokens, False)
+        engine("generate", prompts(count, length, 0), 16, False)  # warm-up: kernels of this batch size
+        for run in range(1 if quick or case == "2k" else 2):
+            seconds, ids, _ = engine("generate", prompts(count, length, 1 + run), tokens, False)
             made = sum(map(len, ids))
             samples["rollout"].setdefault(arm, {}).setdefault(case, []).append({"seconds": seconds, "tokens": made})
             print(f"{arm:10} {case:4} {made / seconds:9.0f} tokens/s", flush=True)
@@ -259,12 +262,12 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
 
 
 def rate(samples: dict, arm: str, case: str) -> float:
-    """Tokens per second of the last run of a case."""
-    last = samples["rollout"][arm][case][-1]
-    return last["tokens"] / last["seconds"]
+    """Tokens per second over the runs of a case."""
+    runs = samples["rollout"][arm][case]
+    return sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs)
 
 
-def weight_bytes(trainer: Trainer, samples: dict) -> dict[str, int]:
+def weight_bytes(trainer: Trainer) -> dict[str, int]:
     """Bytes of weights on the GPU, read from the allocator."""
     layout = trainer.masters.arena.layout
     masters = sum(p.to_local().nbytes for p in {id(p): p for p in trainer.masters.parameters.values()}.values())
@@ -281,11 +284,25 @@ def weight_bytes(trainer: Trainer, samples: dict) -> dict[str, int]:
     return {"one_copy": layout.bytes_of("fp8") + layout.bytes_of("bf16"), "held": held, "scratch": peak}
 
 
+def compile_kernels(settings: Settings) -> None:
+    """Compiles DeepGEMM's kernels for all engines, so that none does while it is measured."""
+    from verl.jetrl.fp8 import precompile
+
+    H, I, D = SHAPES["hidden_size"], SHAPES["intermediate_size"], SHAPES["head_dim"]
+    q, kv = SHAPES["num_attention_heads"] * D, SHAPES["num_key_value_heads"] * D
+    linears = [(q + 2 * kv, H), (H, q), (2 * I, H), (H, I)]
+    jobs = precompile.jobs_of(linears, (SHAPES["vocab_size"], H), settings.max_num_batched_tokens, settings.max_num_seqs)
+    begun = time.perf_counter()
+    precompile.precompile(jobs, torch.device("cuda", 0))
+    print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--quick", action="store_true", help="short prompts and few repeats: checks the script itself")
+    parser.add_argument("--add", action="store_true", help="keep the other arms' samples of an earlier run on the same device")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ.setdefault("JETRL_RUN", f"bench-{os.getpid()}")
@@ -296,23 +313,33 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
     args.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(model=Path("/tmp/jetrl-bench-model"), kv_bytes=(4 if args.quick else 38) * GB, max_model_len=4352)
+    raw = args.out / "rollout_samples.json"
+    provenance = {"device": str(torch.cuda.get_device_properties(0).uuid), "layers": args.layers, "quick": args.quick}
+    command = " ".join(["python -m benchmarks.rollout", *sys.argv[1:]])
     samples: dict[str, Any] = {k: {} for k in ("start_seconds", "update", "update_extra_bytes", "mismatch", "rollout")}
+    samples |= {"commands": [], "run_on": provenance}
+    if args.add:
+        samples = json.loads(raw.read_text())
+        if samples["run_on"] != provenance:
+            parser.error(f"--add: {raw} is of {samples['run_on']}, this run of {provenance}")
+    samples["commands"].append(command)
+    compile_kernels(settings)
     trainer = Trainer(args.layers, settings.model)
     for arm in args.arms.split(","):
         if arm.startswith("jetrl") and trainer.masters is None:
             trainer.share()
-            samples["weight_bytes"] = weight_bytes(trainer, samples)
+            samples["weight_bytes"] = weight_bytes(trainer)
         measure(arm, trainer, settings, args.quick, samples)
-        (args.out / "rollout_samples.json").write_text(json.dumps(samples))
+        raw.write_text(json.dumps(samples))
+        write(args, samples)
     if trainer.masters is not None:
         trainer.masters.arena.close()
-    write(args, samples)
 
 
 def write(args: argparse.Namespace, samples: dict) -> None:
-    """The three result files and their table."""
+    """The result files of the arms so far, and their table."""
     common = {
-        "command": " ".join(["python -m benchmarks.rollout", *sys.argv[1:]]),
+        "command": "; ".join(samples["commands"]),
         "device": torch.cuda.get_device_name(0),
         "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
         "notes": NOTES,

@@ -43,6 +43,13 @@ def forms(M: int, K: int) -> None:
     same("weight s", s, want.s)
     same("weight q_t", q_t, ref.transpose(want).q)
     same("transposed bytes", kernels.transpose_bytes(q), q_t)
+    master = torch.nextafter(x.float(), x.float().sign() * torch.inf) * (1 + 2.0**-9)  # near ties between two BF16 values
+    master[1:3] = x[1:3].float()
+    out = ref.Quantized(torch.empty_like(q), torch.empty_like(s))
+    kernels.quantize_weight(master, False, out)
+    want = ref.quantize_blocks(master.bfloat16())
+    same("master q", out.q, want.q)
+    same("master s", out.s, want.s)
 
 
 def producers(M: int, K: int) -> None:

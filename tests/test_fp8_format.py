@@ -177,3 +177,18 @@ def test_fp32_master_quantizes_to_the_bytes_of_its_bf16_export():
     for got in (ops.quantize_blocks(master), ops.quantize_weight(master)):
         assert torch.equal(got.q.view(torch.uint8), exported.q.view(torch.uint8)) and torch.equal(got.s, exported.s)
     assert not torch.equal(ref.quantize_blocks(master).s, exported.s)
+
+
+def test_masters_into_given_memory():
+    master = torch.randn(200, 576)
+    want = ref.quantize_blocks(master.bfloat16())
+    out = ref.Quantized(torch.zeros(200, 576, dtype=ref.FP8), torch.zeros(2, 5))
+    assert ops.quantize_blocks(master, out) is out
+    assert torch.equal(out.q.view(torch.uint8), want.q.view(torch.uint8)) and torch.equal(out.s, want.s)
+    for wrong in (
+        ref.Quantized(out.q[:, :512], out.s),
+        ref.Quantized(out.q, out.s.bfloat16()),
+        ref.Quantized(out.q, want.s[:1]),
+    ):
+        with pytest.raises(ValueError, match="out must be contiguous"):
+            ops.quantize_blocks(master, wrong)

@@ -40,6 +40,20 @@ def test_every_pair_of_value_and_maximum():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_masters_into_given_memory(shape):
+    """FP32 is rounded to BF16 in the same read, ties included; nothing past the target is written."""
+    x = adversarial(*shape).float()
+    x = torch.where(torch.rand_like(x) < 0.5, x * (1 + 2.0**-8), x * (1 + 2.0**-9))
+    want = ref.quantize_blocks(x.bfloat16())
+    guarded = torch.full((x.numel() + 128,), 7, dtype=torch.uint8, device="cuda")
+    out = Quantized(guarded[: x.numel()].view(x.shape).view(ref.FP8), torch.empty_like(want.s))
+    ops.quantize_blocks(x, out)
+    same(out.q, want.q)
+    same(out.s, want.s)
+    assert bool((guarded[x.numel() :] == 7).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_quantizers(shape):
     x = adversarial(*shape)
     want = ref.quantize_rows(x)

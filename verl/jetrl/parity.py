@@ -215,7 +215,7 @@ def main() -> int:
 
     run_id = f"parity-{os.getpid()}"
     os.environ.update({**machine_environment(machine()), **os.environ, RUN_ID: run_id})
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # this process has a CUDA context
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has a CUDA context
     atexit.register(shutil.rmtree, run_tmp(run_id), ignore_errors=True)
     trainer, rollout, worst, sampled = compare(args)
     if rollout:

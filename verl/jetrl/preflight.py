@@ -287,7 +287,7 @@ def _exact(rollout: DictConfig) -> list[str]:
     found = []
     for name, values in needed.items():
         value = rollout.get(name)
-        if value not in values and not (name == "logprobs_mode" and value == "raw_logprobs" and rollout.temperature == 1):
+        if value not in values:
             found.append(
                 f"actor_rollout_ref.rollout.{name}={value} with precision_flow.exact=true: the log-probs of sampled tokens "
                 f"would not be the policy's; set it to {values[0]}"

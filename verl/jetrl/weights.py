@@ -26,12 +26,30 @@ def digest(tensors: Tensor | Iterable[Tensor]) -> str:
     if parts[0].is_cuda:
         stacked = parts[0].detach().contiguous() if len(parts) == 1 else torch.cat([p.view(torch.uint8) for p in parts])
         if stacked.nbytes % 4 == 0:
-            return f"{shape} {parts[0].dtype} {checksum(stacked).item():016x}"
+            return _sum_text(shape, parts[0].dtype).format(checksum(stacked).item())
     sha = hashlib.sha256(f"{shape} {parts[0].dtype}".encode())
     for part in parts:
         data = part.detach().contiguous().cpu().reshape(-1)
         sha.update(data.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
+
+
+def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """:func:`digest` of each tensor; those on a GPU wait for the host once, together."""
+    found: dict[str, str] = {}
+    sums: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if tensor.is_cuda and tensor.nbytes % 4 == 0:
+            found[name] = _sum_text(tuple(tensor.shape), tensor.dtype)
+            sums[name] = checksum(tensor.detach().contiguous())
+        else:
+            found[name] = digest(tensor)
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    return found | {name: found[name].format(value) for name, value in zip(sums, values, strict=True)}
+
+
+def _sum_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {dtype} {{:016x}}"
 
 
 def combined(digests: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 
 # What a tile is read from.
-_PLAIN, _SILU_MUL, _RMS_NORM, _FP8_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_PLAIN, _SILU_MUL, _RMS_NORM, _FP8_ROWS, _FP32 = map(tl.constexpr, range(5))
 # How a form is grouped.
 _NONE, _GROUP, _BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -309,6 +309,8 @@ def _normalize_tile(row, inverse, weight, m, M):
 def _load_tile(x, x_s, weight, at, inside, m, k, M, k_block, K, stride_xs, SOURCE: tl.constexpr):
     if SOURCE == _PLAIN:
         tile = tl.load(x + at, mask=inside, other=0.0)
+    elif SOURCE == _FP32:
+        tile = _round(tl.load(x + at, mask=inside, other=0.0))
     elif SOURCE == _SILU_MUL:
         tile = _silu_mul(x, at, inside, K)
     elif SOURCE == _RMS_NORM:
@@ -699,17 +701,21 @@ def silu_mul_bf16(gate_up_M2I: Tensor) -> Tensor:
     return y
 
 
-def quantize_weight(w_NK: Tensor, with_transposed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q (N, K), s (N/128, K/128) and, on request, the transposed bytes (K, N); the transposed scales are ``s.t()``."""
+def quantize_weight(w_NK: Tensor, with_transposed: bool, out: Quantized | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q (N, K), s (N/128, K/128) and, on request, the transposed bytes (K, N); the transposed scales are ``s.t()``.
+
+    ``w`` in BF16, or in FP32 and rounded to BF16 on its way; ``out``: where q and s go.
+    """
     N, K = w_NK.shape
-    q = torch.empty((N, K), dtype=FP8, device=w_NK.device)
-    s = torch.empty((groups(N), groups(K)), dtype=torch.float32, device=w_NK.device)
+    q = torch.empty((N, K), dtype=FP8, device=w_NK.device) if out is None else out.q
+    s = torch.empty((groups(N), groups(K)), dtype=torch.float32, device=w_NK.device) if out is None else out.s
     q_t = torch.empty((K, N), dtype=FP8, device=w_NK.device) if with_transposed else None
     if N and K:
         _tiles_kernel[(groups(N) * groups(K),)](
             w_NK, None, None, _bytes(q), None, _bytes(q_t) if with_transposed else None, s, N, K, N, w_NK.stride(0), 0, 0,
             s.stride(1), s.stride(0),
-            SOURCE=_PLAIN, ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
+            SOURCE=_FP32 if w_NK.dtype == torch.float32 else _PLAIN,
+            ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
         )  # fmt: skip
     return q, s, q_t
 

@@ -83,7 +83,13 @@ class _Cpu:
 
     @staticmethod
     def quantize_blocks(x):
-        return tuple(ref.quantize_blocks(x))
+        return tuple(ref.quantize_blocks(x.to(torch.bfloat16)))
+
+    @staticmethod
+    def quantize_blocks_(q, s, x):
+        values = ref.quantize_blocks(x.to(torch.bfloat16))
+        q.view(torch.uint8).copy_(values.q.view(torch.uint8))
+        s.copy_(values.s)
 
     @staticmethod
     def quantize_weight(x):
@@ -198,6 +204,10 @@ class _Cuda:
     @staticmethod
     def quantize_blocks(x):
         return kernels.quantize_weight(x, False)[:2]
+
+    @staticmethod
+    def quantize_blocks_(q, s, x):
+        kernels.quantize_weight(x, False, Quantized(q, s))
 
     @staticmethod
     def quantize_weight(x):
@@ -322,6 +332,10 @@ class _Fake:
         return x.new_empty((N, K), dtype=ref.FP8), x.new_empty((groups(N), groups(K)), dtype=torch.float32)
 
     @staticmethod
+    def quantize_blocks_(q, s, x):
+        return None
+
+    @staticmethod
     def quantize_weight(x):
         N, K = x.shape
         return (*_Fake.quantize_blocks(x), x.new_empty((K, N), dtype=ref.FP8))
@@ -393,6 +407,7 @@ _SCHEMAS = (
     "quantize_transposed(Tensor x, str transposed) -> (Tensor, Tensor)",
     "quantize_both(Tensor x, str transposed) -> (Tensor, Tensor, Tensor, Tensor)",
     "quantize_blocks(Tensor x) -> (Tensor, Tensor)",
+    "quantize_blocks_(Tensor(a!) q, Tensor(b!) s, Tensor x) -> ()",
     "quantize_weight(Tensor x) -> (Tensor, Tensor, Tensor)",
     "regroup(Tensor q, Tensor s, str transposed) -> (Tensor, Tensor)",
     "transpose_bytes(Tensor q) -> Tensor",
@@ -418,15 +433,15 @@ _ops = torch.ops.jetrl
 # --- the functions --------------------------------------------------------------------------------------------------
 
 
-def _matrix(x: Tensor, what: str) -> Tensor:
-    """A 2-D BF16 tensor with contiguous rows on a supported device."""
+def _matrix(x: Tensor, what: str, keep: torch.dtype = torch.bfloat16) -> Tensor:
+    """A 2-D BF16 tensor (``keep``: or one of this dtype) with contiguous rows on a supported device."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"{what}: want a 2-D floating-point tensor, got {tuple(x.shape)} {x.dtype}; flatten it first.")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise RuntimeError(f"{what}: no FP8 operators for device {x.device}; use CPU or a Hopper GPU.")
     if x.device.type == "cuda":
         gemm.require_hopper(x.device)
-    return x.to(torch.bfloat16).contiguous()
+    return (x if x.dtype == keep else x.to(torch.bfloat16)).contiguous()
 
 
 def _grouping(transposed: str) -> str:
@@ -456,9 +471,23 @@ def quantize_both(x_MK: Tensor, transposed: str) -> tuple[Quantized, Quantized]:
     return Quantized(q, s), Quantized(q_t, s_t)
 
 
-def quantize_blocks(w_NK: Tensor) -> Quantized:
-    """128x128 blocks: q (N, K), s (ceil(N/128), ceil(K/128)).  The weight of fprop."""
-    return Quantized(*_ops.quantize_blocks(_matrix(w_NK, "quantize_blocks")))
+def quantize_blocks(w_NK: Tensor, out: Quantized | None = None) -> Quantized:
+    """128x128 blocks: q (N, K), s (ceil(N/128), ceil(K/128)).  The weight of fprop.
+
+    An FP32 ``w`` is rounded to BF16 on its way, in the same read.  ``out``: contiguous tensors to write into.
+    """
+    x_NK = _matrix(w_NK, "quantize_blocks", keep=torch.float32)
+    if out is None:
+        return Quantized(*_ops.quantize_blocks(x_NK))
+    N, K = x_NK.shape
+    for tensor, shape, dtype in ((out.q, (N, K), ref.FP8), (out.s, (groups(N), groups(K)), torch.float32)):
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"quantize_blocks: out must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype} with "
+                f"strides {tensor.stride()}"
+            )
+    _ops.quantize_blocks_(out.q, out.s, x_NK)
+    return out
 
 
 def quantize_weight(w_NK: Tensor) -> Fp8Weight:

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from vllm import envs
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, VllmConfig
@@ -29,7 +28,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from verl.jetrl.arena import Arena, ArenaError, layout_of
-from verl.jetrl.fp8 import gemm, ops
+from verl.jetrl.fp8 import gemm, ops, precompile
 from verl.jetrl.model.decoder import Body, Decoder
 from verl.jetrl.rollout import exact_attention
 
@@ -94,12 +93,16 @@ class JetRLForCausalLM(Decoder):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        head = self.head_share()
+        if head.shape == self.lm_head.weight.shape:
+            return self.head(hidden_states)
+        return tensor_model_parallel_all_gather(ops.bf16_gemm_nt(hidden_states, head))
+
+    def head_share(self) -> Tensor:
+        """The rows of the head that this GPU multiplies: all, where they do not divide."""
         T, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         vocabulary = self.lm_head.weight.shape[0]
-        if T == 1 or vocabulary % (8 * T):
-            return self.head(hidden_states)
-        rows = slice(rank * vocabulary // T, (rank + 1) * vocabulary // T)
-        return tensor_model_parallel_all_gather(ops.bf16_gemm_nt(hidden_states, self.lm_head.weight[rows]))
+        return self.lm_head.weight if vocabulary % (8 * T) else self.lm_head.weight.view(T, vocabulary // T, -1)[rank]
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -128,7 +131,8 @@ class ArenaLoader(BaseModelLoader):
             model.slice(rank, T, tensor_model_parallel_all_reduce, model.arena)
         process_weights_after_loading(model, model_config, device)
         if device.type == "cuda" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
-            warm_up(model, vllm_config.scheduler_config.max_num_batched_tokens)
+            scheduler = vllm_config.scheduler_config
+            warm_up(model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         return model.eval()
 
 
@@ -137,25 +141,11 @@ def trainer_rank(rank: int = 0, T: int = 1) -> int:
     return int(os.environ.get("VERL_REPLICA_RANK", "0")) * T + rank
 
 
-@torch.inference_mode()
-def warm_up(model: JetRLForCausalLM, tokens: int) -> None:
-    """Compiles every GEMM kernel that a number of tokens up to ``tokens`` can ask for.
+def warm_up(model: JetRLForCausalLM, tokens: int, sequences: int) -> None:
+    """Compiles every GEMM kernel that a step of up to ``tokens`` tokens and ``sequences`` sequences can ask for.
 
-    DeepGEMM chooses a kernel by the number of rows and compiles it at its first use: seconds in the middle of a rollout.
-    ``VLLM_DEEP_GEMM_WARMUP=skip`` leaves this out, as it does for vLLM's own FP8 layers.
+    ``VLLM_DEEP_GEMM_WARMUP=skip`` leaves this out, as it does for vLLM's own FP8 layers: the kernels then compile when used.
     """
-    zeros = partial(torch.zeros, dtype=torch.bfloat16, device=model.lm_head.weight.device)
-    sizes = sorted({1, *range(64, min(tokens, 2048) + 1, 64), *range(2048, tokens + 1, 512), tokens})
-    seen = set()
-    for linear in tqdm(model.linears(), desc="compiling GEMM kernels", unit="layer", mininterval=5):
-        for part in linear.parts:
-            if part.q.shape in seen:
-                continue
-            seen.add(part.q.shape)
-            for m in sizes:
-                ops.fprop(ops.quantize_rows(zeros(m, part.q.shape[1])), part)
-    head = model.lm_head.weight
-    for m in [m for m in sizes if m <= 1024]:
-        ops.bf16_gemm_nt(zeros(m, head.shape[1]), head)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    head = model.head_share()
+    shapes = [tuple(part.q.shape) for linear in model.linears() for part in linear.parts]
+    precompile.precompile(precompile.jobs_of(shapes, tuple(head.shape), tokens, sequences), head.device)

@@ -8,7 +8,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl.jetrl import patching
-from verl.jetrl.weights import digest
+from verl.jetrl.weights import digests
 
 
 class JetRLWorkerExtension(vLLMColocateWorkerExtension):
@@ -39,14 +39,14 @@ class JetRLWorkerExtension(vLLMColocateWorkerExtension):
         return self._recorder.take()
 
     def jetrl_weight_digests(self) -> dict[str, str]:
-        """SHA-256 of every parameter as the engine holds it now; vLLM's padding of the vocabulary left out."""
+        """Hash of every parameter as the engine holds it now; vLLM's padding of the vocabulary left out."""
         model = self.model_runner.model
         rows = {
             f"{name}.weight": module.org_vocab_size
             for name, module in model.named_modules()
             if hasattr(module, "org_vocab_size")
         }
-        return {name: digest(param.data[: rows.get(name)]) for name, param in model.named_parameters()}
+        return digests((name, param.data[: rows.get(name)]) for name, param in model.named_parameters())
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("JETRL_FAULT") == "raise_in_weight_sync":

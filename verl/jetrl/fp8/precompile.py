@@ -1,0 +1,92 @@
+"""Compiles DeepGEMM's kernels of a model in parallel processes, before the first token.
+
+DeepGEMM chooses a kernel by the number of rows and compiles it at its first use: 3 to 5 s each, in the middle of a rollout.
+One after the other they delay a first start by minutes, side by side by seconds.  The compiled kernels stay in
+``DG_JIT_CACHE_DIR``.  As a script: ``python -m verl.jetrl.fp8.precompile JOBS`` compiles a list of [kind, rows, N, K].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from verl.jetrl.fp8 import gemm, ops
+
+Job = tuple[str, int, int, int]  # "fp8" or "bf16", rows, N, K
+PROCESSES = 14  # a CUDA context of half a GiB each
+
+
+def row_counts(tokens: int) -> list[int]:
+    """Numbers of rows that reach every kernel for up to ``tokens`` rows: tiles change in steps of 64 rows or more."""
+    return sorted({1, *range(64, min(tokens, 2048) + 1, 64), *range(2048, tokens + 1, 512), tokens})
+
+
+def jobs_of(linears: Iterable[tuple[int, int]], head: tuple[int, int], tokens: int, sequences: int) -> list[Job]:
+    """Every GEMM of a rollout: FP8 weights (N, K) at up to ``tokens`` rows, the BF16 head at up to ``sequences``."""
+    fp8 = [("fp8", rows, *shape) for shape in dict.fromkeys(linears) for rows in row_counts(tokens)]
+    return fp8 + [("bf16", rows, *head) for rows in row_counts(min(sequences, tokens))]
+
+
+@torch.inference_mode()
+def run(jobs: Iterable[Job], device: torch.device) -> None:
+    """Runs each GEMM once on zeros, which compiles its kernel where the cache lacks it."""
+    weights: dict[tuple, object] = {}
+    for kind, rows, N, K in jobs:
+        x_MK = torch.zeros(rows, K, dtype=torch.bfloat16, device=device)
+        if (kind, N, K) not in weights:
+            w_NK = torch.zeros(N, K, dtype=torch.bfloat16, device=device)
+            # One at a time: the memory is the engine's.
+            weights = {(kind, N, K): ops.quantize_blocks(w_NK) if kind == "fp8" else w_NK}
+        w = weights[kind, N, K]
+        ops.fprop(ops.quantize_rows(x_MK), w) if kind == "fp8" else ops.bf16_gemm_nt(x_MK, w)
+    torch.cuda.synchronize(device)
+
+
+def precompile(jobs: list[Job], device: torch.device) -> None:
+    """Fills the kernel cache for ``jobs``, once per cache, GPU model and DeepGEMM version.
+
+    Processes on one machine that ask for the same do it once.  Raises RuntimeError with the output of a process that failed.
+    """
+    folder = os.environ.get("DG_JIT_CACHE_DIR")
+    if not folder:
+        return run(jobs, device)
+    key = json.dumps([jobs, torch.cuda.get_device_name(device), gemm.deep_gemm().__version__])
+    done = Path(folder) / f"jetrl-{hashlib.sha256(key.encode()).hexdigest()[:16]}.compiled"
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(done.with_suffix(".lock")):
+        if done.exists():
+            return
+        count = max(min(PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)), 1)
+        # Neighbours share kernels: contiguous pieces compile few of them twice.
+        pieces = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
+        # The engine's process may see other device numbers than its children would.
+        visible = {"CUDA_VISIBLE_DEVICES": f"GPU-{torch.cuda.get_device_properties(device).uuid}"}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "verl.jetrl.fp8.precompile", json.dumps(piece)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | visible,
+            )
+            for piece in pieces
+        ]
+        for process in started:
+            output, _ = process.communicate()
+            if process.returncode:
+                for other in started:
+                    other.kill()
+                raise RuntimeError(f"compiling GEMM kernels failed:\n{output[-4000:]}")
+        done.touch()
+
+
+if __name__ == "__main__":
+    run([tuple(job) for job in json.loads(sys.argv[1])], torch.device("cuda", 0))
