@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -464,9 +465,10 @@ def main() -> None:
     from verl.jetrl.run import device_name
 
     machine = {"type": trainers.machine(), "name": device_name()}
+    installed = versions() | {name: version(name) for name in ("verl", "transformers")}
     for name, part in parts.items():
         command = " ".join(["python", *sys.orig_argv[1:]])
-        parts[name] = {"command": command, "device": machine, "versions": versions(), **part}
+        parts[name] = {"command": command, "device": machine, "versions": installed, **part}
     merge(args.out, parts)
     for name, part in parts.items():
         print(f"\n{name}\n\n{tables(part)}")

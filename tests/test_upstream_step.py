@@ -6,17 +6,24 @@ Both engines are whole ones, built as a run builds them; gradients are put where
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import TOKENS, make, same_bytes
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
-from benchmarks import numerics, trainers
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]  # as a script, there is no conftest
+from decoder_cases import TOKENS, make, same_bytes  # noqa: E402
+
+from benchmarks import numerics, trainers  # noqa: E402
 
 LR, DECAY = 0.01, 0.3
 Gradients = dict[str, Tensor]
@@ -52,6 +59,8 @@ def step(engine, gradients: Gradients) -> float:
         for name, p in engine.module.named_parameters():
             p.grad = distribute_tensor(gradients[name], p.device_mesh, p.placements)
         return engine.optimizer_step()
+    engine.masters.allocate_grads()
+    engine.masters.zero_grad()  # accumulators, as before a backward pass
     for parts, sink in sinks(engine):
         with nullcontext(sink) if isinstance(sink, Tensor) else sink as whole:
             whole.copy_(torch.cat([gradients[part] for part in parts]))
@@ -145,9 +154,13 @@ def test_schedule(engine):
     assert_close(fp8, bf16)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
-    "where", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.bias", "model.embed_tokens.weight"]
+    ("where", "bad"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", torch.nan),
+        ("model.layers.0.self_attn.v_proj.bias", torch.inf),
+        ("model.embed_tokens.weight", -torch.inf),
+    ],
 )
 def test_a_gradient_that_is_no_number_skips_the_step(engine, where, bad, capsys):
     """One value is enough.  Weights, moments, step counts and the arena's bytes stay, and nothing of it reaches later steps."""
@@ -204,3 +217,52 @@ def test_a_skipped_step_counts_as_an_update(engine):
     gradients["lm_head.weight"][0, 0] = torch.nan
     step(fp8, gradients)
     assert fp8.masters.arena.control.version == version + 1
+
+
+# --- two ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_clip_and_skip_together(model, tmp_path):
+    """One norm over both ranks' rows; what is no number on one rank alone skips the step on both."""
+    run_id = f"test-{os.getpid()}-ranks"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu", "JETRL_RUN": run_id}
+    arguments = [sys.executable, __file__, str(model), str(tmp_path)]
+    try:
+        started = [subprocess.Popen([*arguments, str(rank)], env=environment) for rank in range(2)]
+        assert [process.wait(240) for process in started] == [0, 0]
+    finally:
+        shutil.rmtree(f"/tmp/jetrl-{run_id}", ignore_errors=True)
+    found = {(arm, rank): torch.load(tmp_path / f"{arm}-{rank}.pt") for arm in trainers.ARMS for rank in range(2)}
+    for (arm, rank), held in found.items():
+        assert held["norms"] == pytest.approx([3.0, math.nan, 0.2], rel=1e-5, nan_ok=True), (arm, rank)
+        assert_same(held["skipped"], held["first"])
+        for name, weight in held["last"].items():
+            torch.testing.assert_close(weight, found["bf16", 0]["last"][name], rtol=2e-6, atol=1e-8, msg=f"{arm} {rank} {name}")
+        assert not same_bytes(held["last"]["lm_head.weight"], held["first"]["lm_head.weight"])
+
+
+def two_ranks(model: Path, out: Path, rank: int) -> None:
+    """One rank: a step that clips, one with a NaN in the last rank's own gradient, one that does not clip."""
+    dist.init_process_group("cpu:gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
+    for arm in trainers.ARMS:
+        with trainers.trainer(model, arm, lr=LR, weight_decay=DECAY, total_training_steps=3) as engine:
+            norms, held = [], []
+            for seed, norm in enumerate((3.0, 1.0, 0.2)):
+                mean = gradients_of(engine, seed, norm)
+                if seed == 1:
+                    mean["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+                # FP8: each rank has a part of the mean, and the NaN is the last one's.  BF16: reduced already.
+                mine = {n: g * (0.5 + rank) for n, g in mean.items()} if engine.flow.fp8 else mean
+                if engine.flow.fp8 and rank == 0:
+                    mine = {n: g.nan_to_num() for n, g in mine.items()}
+                norms.append(step(engine, mine))
+                held.append(trainers.weights(engine))
+                if engine.flow.fp8:
+                    assert_arena_is_the_masters(engine)
+            torch.save(dict(zip(("first", "skipped", "last"), held, strict=True)) | {"norms": norms}, out / f"{arm}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    two_ranks(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
