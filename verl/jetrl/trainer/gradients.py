@@ -161,17 +161,20 @@ class Gradients:
             elif sink.dim() == 2:
                 yield sink
 
-    def zero_(self) -> None:
+    def finish(self) -> None:
+        """Waits for what is on its way; before the accumulators are dropped too, whose memory would be written to later."""
         if self._reducer is not None:
             self._reducer.finish()
+
+    def zero_(self) -> None:
+        self.finish()
         for tensor in (self._vectors, *self._accumulators()):
             tensor.zero_()
 
     def reduced(self) -> Iterator[tuple[str, Tensor]]:
         """Waits for what is on its way; then parameters' names with this rank's rows of the mean over all ranks: views of the
         accumulators."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        self.finish()
         for group in self._groups:
             dist.all_reduce(self._vectors, op=dist.ReduceOp.AVG, group=group)
         if self._mesh.ndim > 1 and self._mesh.size(0) > 1:  # HSDP: the replicas of a shard saw other tokens

@@ -147,6 +147,8 @@ class Masters:
         """Frees all gradients: memory that the rollout's KV cache can use."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self._gradients is not None:
+            self._gradients.finish()
         self._gradients = None
         self._attach({})
 
