@@ -476,23 +476,46 @@ def test_the_engine_steps_and_loads_through_the_masters(monkeypatch, mesh, tmp_p
 
     calls: list[str] = []
     base = JetRLEngine.__mro__[1]
-    for method in ("optimizer_zero_grad", "optimizer_step", "load_checkpoint"):
+    for method in ("optimizer_zero_grad", "forward_backward_batch", "optimizer_step", "load_checkpoint"):
         monkeypatch.setattr(base, method, lambda self, *args, m=method: calls.append(f"verl {m}"))
     masters = types.SimpleNamespace(
-        **{method: lambda m=method: calls.append(m) for method in ("zero_grad", "assign_grads", "drop_grads", "write")}
+        **{m: lambda m=m: calls.append(m) for m in ("allocate_grads", "assign_grads", "drop_grads", "write")}
     )
+
+    def step(engine) -> list[str]:
+        calls.clear()
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(None, None, forward_only=True)
+        engine.forward_backward_batch(None, None)
+        engine.optimizer_step()
+        engine.optimizer_zero_grad()
+        engine.load_checkpoint(tmp_path)
+        return calls
+
     engine = engine_of(None)
     engine.masters = masters
-    for do in (engine.optimizer_zero_grad, engine.optimizer_step, lambda: engine.load_checkpoint(tmp_path)):
-        do()
-    assert calls == [
-        "zero_grad", "assign_grads", "verl optimizer_step", "drop_grads", "write", "verl load_checkpoint", "write",
+    assert step(engine) == [
+        "drop_grads", "verl forward_backward_batch", "allocate_grads", "verl forward_backward_batch",
+        "assign_grads", "verl optimizer_step", "drop_grads", "write", "drop_grads", "verl load_checkpoint", "write",
     ]  # fmt: skip
-    calls.clear()
-    engine = engine_of(None, PrecisionFlow())
-    for do in (engine.optimizer_zero_grad, engine.optimizer_step, lambda: engine.load_checkpoint(tmp_path)):
-        do()
-    assert calls == ["verl optimizer_zero_grad", "verl optimizer_step", "verl load_checkpoint"]
+    assert step(engine_of(None, PrecisionFlow())) == [
+        "verl optimizer_zero_grad", "verl forward_backward_batch", "verl forward_backward_batch", "verl optimizer_step",
+        "verl optimizer_zero_grad", "verl load_checkpoint",
+    ]  # fmt: skip
+
+
+def test_no_gradients_are_held_between_training_and_rollout(mesh):
+    """Four bytes per parameter that the KV cache can use: verl zeroes gradients once more when training ends."""
+    trainer = trainer_of(make("qwen3"), mesh)
+    engine = engine_of(trainer)
+    trainer.masters.allocate_grads()
+    _, loss = loss_of(trainer.model)
+    loss.backward()
+    first = trainer.decoder.model.norm.main_grad
+    trainer.masters.allocate_grads()
+    assert trainer.decoder.model.norm.main_grad is first and first.any(), "gradients of a first pass are kept for a second"
+    engine.optimizer_zero_grad()
+    assert all(module.main_grad is None for module in trainer.decoder.modules() if hasattr(module, "main_grad"))
 
 
 def test_the_embeddings_gradient_is_the_same_run_to_run():

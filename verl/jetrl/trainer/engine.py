@@ -30,7 +30,7 @@ from verl.jetrl.trainer.decoder import share_decoder
 from verl.jetrl.trainer.log_probs import log_probs
 from verl.jetrl.trainer.masters import Masters, shard_parameters
 from verl.jetrl.vocabulary import padding_mass
-from verl.jetrl.weights import digest, fused_digests
+from verl.jetrl.weights import digests, fused_digests
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,13 @@ class JetRLEngine(FSDPEngineWithLMHead):
     def optimizer_zero_grad(self):
         if not self.flow.fp8:
             return super().optimizer_zero_grad()
-        self.masters.zero_grad()
+        # verl calls this after the step too: what is left until the next one must not be there during the rollout.
+        self.masters.drop_grads()
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        if self.flow.fp8 and not forward_only:
+            self.masters.allocate_grads()
+        return super().forward_backward_batch(data, loss_function, forward_only)
 
     def optimizer_step(self):
         if not self.flow.fp8:
@@ -123,8 +129,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
         vocabulary = len(self.model_config.tokenizer)
         if self.flow.fp8:
             return super().prepare_model_outputs(*self._fused(output, output_args, micro_batch), logits_processor_func)
-        if not torch.is_grad_enabled() and output.logits.shape[-1] > vocabulary:
-            self._note_padding(output.logits, micro_batch, vocabulary)
+        logits = output.logits  # None with model.use_fused_kernels
+        if not torch.is_grad_enabled() and logits is not None and logits.shape[-1] > vocabulary:
+            self._note_padding(logits, micro_batch, vocabulary)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
     def _fused(self, output, output_args: dict, micro_batch: TensorDict) -> tuple[SimpleNamespace, dict, TensorDict]:
@@ -186,7 +193,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
         """Hash of every tensor as the rollout must hold it, under the rollout's names."""
         if not self.flow.fp8:
             return fused_digests(self.rollout_weights())
-        return {name: digest(tensor) for name, tensor in self.rollout_weights()}
+        return digests(self.rollout_weights())
 
     def describe_precision(self) -> list[dict[str, str]]:
         """One row per weight-bearing operator of the trainer's module tree, see :mod:`verl.jetrl.flow_check`."""

@@ -9,7 +9,7 @@ the arena after an optimizer step: every rank its own rows, whose FP8 bytes the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from verl.jetrl.arena import ROPE, SCALE, SHARDS, TRAINER, Arena, Entry
 from verl.jetrl.fp8 import ops
-from verl.jetrl.fp8.format import BLOCK, FP8
+from verl.jetrl.fp8.format import BLOCK, FP8, Quantized
 from verl.jetrl.model.autograd import GradientSink
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
@@ -62,11 +62,12 @@ class Masters:
     def quantized(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors of an arena entry from the masters: per part (FP8 bytes, scales), or (BF16, None)."""
         for name, _ in entry.parts:
-            full_NK = self.parameters[name].detach().to(torch.bfloat16).full_tensor()
-            if entry.dtype == FP8:
-                yield ops.quantize_blocks(full_NK)
-            else:
-                yield full_NK, None
+            parameter = self.parameters[name]
+            if self.mesh.size() == 1 and entry.dtype == FP8:  # FP32 is rounded to BF16 while it is quantized
+                yield ops.quantize_blocks(parameter.to_local())
+                continue
+            full_NK = parameter.detach().to(torch.bfloat16).full_tensor()
+            yield ops.quantize_blocks(full_NK) if entry.dtype == FP8 else (full_NK, None)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -97,31 +98,29 @@ class Masters:
         parts = self.arena.parts(entry.name)
         if entry.dtype != FP8:
             for name, target in parts:
-                yield from self._gather(name, [target], lambda rows: [rows])
+                yield from self._gather(name, [target])
             return
         scales = self.arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
         for (name, target), (_, scale) in zip(parts, scales, strict=True):
-            yield from self._gather(name, [target.view(torch.uint8), scale], _bytes_and_scales, BLOCK)
+            yield from self._gather(name, [target, scale], BLOCK)
 
-    def _gather(
-        self, name: str, targets: list[Tensor], rounded: Callable[[Tensor], Sequence[Tensor]], block: int = 1
-    ) -> Iterator[dist.Work]:
-        """Writes ``rounded`` rows of a parameter into ``targets``: this rank its own, then each gets the others'.
+    def _gather(self, name: str, targets: list[Tensor], block: int = 1) -> Iterator[dist.Work]:
+        """Rounds a parameter into ``targets``, (BF16) or (FP8, scales): this rank its own rows, then each gets the others'.
 
-        The gathers need no memory but the arena's.  Where the ranks' rows differ in number, or a block of ``block`` rows
-        would straddle two ranks, every rank gathers the BF16 rows and rounds them all.
+        One read of the masters and one write of the arena; the gathers need no memory but the arena's.  Where the ranks' rows
+        differ in number, or a block of ``block`` rows would straddle two ranks, every rank gathers the BF16 rows and rounds
+        them all.
         """
-        parameter, ranks = self.parameters[name].detach(), self.mesh.size(self._shards)
+        parameter, ranks = self.parameters[name], self.mesh.size(self._shards)
         if ranks > 1 and parameter.shape[0] % (ranks * block):
-            for target, values in zip(targets, rounded(parameter.to(torch.bfloat16).full_tensor()), strict=True):
-                target.copy_(values)
+            _round_into(targets, parameter.detach().to(torch.bfloat16).full_tensor())
             return
-        rank, group = self.mesh.get_local_rank(self._shards), self.mesh.get_group(self._shards)
-        for target, values in zip(targets, rounded(parameter.to_local().to(torch.bfloat16)), strict=True):
-            mine = target.chunk(ranks)[rank]
-            mine.copy_(values)
-            if ranks > 1:
-                yield dist.all_gather_into_tensor(target, mine, group=group, async_op=True)
+        mine = [target.chunk(ranks)[self.mesh.get_local_rank(self._shards)] for target in targets] if ranks > 1 else targets
+        _round_into(mine, parameter.to_local())
+        if ranks > 1:
+            group = self.mesh.get_group(self._shards)
+            for target, own in zip(targets, mine, strict=True):
+                yield dist.all_gather_into_tensor(_words(target), _words(own), group=group, async_op=True)
 
     def _write_shards(self) -> None:
         """The scales of o and down once more, cut along K for a rollout on several GPUs."""
@@ -142,6 +141,11 @@ class Masters:
             self._attach(self._gradients.sinks)
         else:
             self._gradients.zero_()
+
+    def allocate_grads(self) -> None:
+        """Zeroed accumulators where there are none; gradients so far are kept."""
+        if self._gradients is None:
+            self.zero_grad()
 
     def drop_grads(self) -> None:
         """Frees all gradients: memory that the rollout's KV cache can use."""
@@ -169,6 +173,13 @@ class Masters:
             parameter.grad = grad.to(parameter.dtype)
 
 
-def _bytes_and_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    q, s = ops.quantize_blocks(rows)
-    return q.view(torch.uint8), s
+def _round_into(targets: list[Tensor], rows: Tensor) -> None:
+    if len(targets) == 1:
+        targets[0].copy_(rows)
+    else:
+        ops.quantize_blocks(rows, Quantized(*targets))
+
+
+def _words(x: Tensor) -> Tensor:
+    """FP8 as bytes: collectives do not know it."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
