@@ -427,7 +427,7 @@ def merge(path: Path, parts: Mapping[str, dict]) -> dict:
 
 def tables(part: dict) -> str:
     """A part's tables and figures in Markdown."""
-    from benchmarks.ops import markdown
+    from benchmarks.tables import markdown
 
     found = [markdown(list(rows[0]), [list(row.values()) for row in rows]) for rows in part["tables"].values()]
     return "\n\n".join([*found, markdown(["figure", "value"], [list(item) for item in part["figures"].items()])])

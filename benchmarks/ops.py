@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.tables import fill, markdown
 from benchmarks.timing import Clock
 from verl.jetrl.fp8 import gemm, ops
 from verl.jetrl.fp8.linear import SAVED, Wgrad, fp8_linear, fp8_swiglu_mlp
@@ -503,16 +504,6 @@ def measure(quick: bool, sections: tuple[str, ...]) -> dict:
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
-def markdown(header: list[str], rows: list[list]) -> str:
-    def cell(v) -> str:
-        if v is None:
-            return "-"
-        return f"{v:.3g}" if isinstance(v, float) and abs(v) < 10 else f"{v:.0f}" if isinstance(v, float) else str(v)
-
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(cell(v) for v in row) + " |" for row in rows])
-
-
 BARS = {
     "layer_vs_bf16_8192": (1.45, "at least"), "layer_vs_bf16_16384": (1.45, "at least"), "layer_vs_te_8192": (1.15, "at least"),
     "decode_vs_bf16_64": (1.35, "at least"), "decode_vs_bf16_128": (1.35, "at least"), "decode_vs_bf16_256": (1.35, "at least"),
@@ -557,17 +548,6 @@ def report(result: dict) -> dict[str, str]:
     return out
 
 
-def write_docs(result: dict, path: Path = DOCS) -> None:
-    """Replace what stands between ``<!-- table NAME -->`` and ``<!-- end -->`` by the tables of ``result``."""
-    text = path.read_text()
-    for name, body in report(result).items():
-        start, end = f"<!-- table {name} -->", "<!-- end -->"
-        if start in text:
-            before, rest = text.split(start, 1)
-            text = before + start + "\n\n" + body + "\n\n" + end + rest.split(end, 1)[1]
-    path.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -576,7 +556,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="*", default=SECTIONS, choices=SECTIONS)
     args = parser.parse_args()
     if args.docs:
-        write_docs(json.loads(args.out.read_text()))
+        fill(DOCS, report(json.loads(args.out.read_text())))
         return
     if not torch.cuda.is_available() and not args.quick:
         sys.exit("benchmarks.ops needs a Hopper GPU; --quick --out FILE checks the script on a CPU")

@@ -3,6 +3,7 @@
     python -m benchmarks.rollout                       # Qwen3-8B shapes, random weights -> rollout, sync, mismatch .json
     python -m benchmarks.rollout --layers 2 --quick    # checks the script itself
     python -m benchmarks.rollout --arms jetrl_exact --add    # adds an arm to the results of before
+    python -m benchmarks.rollout --docs                      # writes their tables into docs/rollout.md and README.md
 
 This process plays the trainer: it holds FP32 masters, under FSDP2 for the stock arms and behind the weight arena for
 jetrl, and no optimizer states.  Each engine runs in a process of its own, with the same KV cache, batch limits, CUDA-graph
@@ -33,8 +34,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
+from benchmarks.tables import fill, markdown
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 GB = 2**30
 SHAPES = dict(
     hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -233,7 +236,7 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
     options = replace(settings, exact=arm == "jetrl_exact")
     engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     samples["start_seconds"][arm] = time.perf_counter() - begun
-    repeats = 1 if quick else 3 if ours else 2  # stock's takes seconds each
+    repeats = 2 if quick else 5 if ours else 3  # stock's takes seconds
     engine("sleep")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -302,9 +305,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--quick", action="store_true", help="short prompts and few repeats: checks the script itself")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into the documentation")
     parser.add_argument("--add", action="store_true", help="keep the other arms' samples of an earlier run on the same device")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.docs:
+        for page in (ROOT / "docs" / "rollout.md", ROOT / "README.md"):
+            fill(page, report(args.out))
+        return
     os.environ.setdefault("JETRL_RUN", f"bench-{os.getpid()}")
     os.environ["VERL_REPLICA_RANK"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -336,15 +344,8 @@ def main() -> None:
         trainer.masters.arena.close()
 
 
-def write(args: argparse.Namespace, samples: dict) -> None:
-    """The result files of the arms so far, and their table."""
-    common = {
-        "command": "; ".join(samples["commands"]),
-        "device": torch.cuda.get_device_name(0),
-        "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
-        "notes": NOTES,
-        "shapes": SHAPES | {"num_hidden_layers": args.layers},
-    }
+def figures_of(samples: dict) -> dict[str, dict[str, float]]:
+    """The figures of each result file, of the arms measured so far.  An engine's first update compiles and is left out."""
     have = [arm for arm in ARMS if arm in samples["rollout"]]
     rollout = {f"tokens_per_s_{arm}_{case}": rate(samples, arm, case) for arm in have for case in CASES}
     sync: dict[str, float] = {}
@@ -353,15 +354,16 @@ def write(args: argparse.Namespace, samples: dict) -> None:
         for other, name in (("bf16", "vs_bf16"), ("stock_fp8", "vs_stock_fp8")):
             if other in have:
                 rollout |= {f"{name}_{case}": rate(samples, "jetrl", case) / rate(samples, other, case) for case in CASES}
-        median = lambda arm, i: statistics.median(u[i] for u in samples["update"][arm])  # noqa: E731
-        sync = {"publish_seconds": median("jetrl_hashed", 0), "publish_seconds_without_hash": median("jetrl", 0)}
-        sync["ready_seconds"] = median("jetrl_hashed", 1)
+        seconds = {
+            arm: [statistics.median(u[i] for u in settled(runs)) for i in (0, 1)] for arm, runs in samples["update"].items()
+        }
+        sync = {"publish_seconds": seconds["jetrl_hashed"][0], "publish_seconds_without_hash": seconds["jetrl"][0]}
+        sync |= {"ready_seconds": seconds["jetrl_hashed"][1], "ready_seconds_without_hash": seconds["jetrl"][1]}
         for other in [arm for arm in have if not arm.startswith("jetrl")]:
-            sync |= {
-                f"publish_vs_{other}": median(other, 0) / sync["publish_seconds"],
-                f"publish_seconds_{other}": median(other, 0),
-            }
-            sync |= {f"ready_vs_{other}": median(other, 1) / sync["ready_seconds"], f"ready_seconds_{other}": median(other, 1)}
+            for name, index in (("publish", 0), ("ready", 1)):
+                sync[f"{name}_seconds_{other}"] = seconds[other][index]
+                sync[f"{name}_vs_{other}"] = seconds[other][index] / seconds["jetrl_hashed"][index]
+                sync[f"{name}_vs_{other}_without_hash"] = seconds[other][index] / seconds["jetrl"][index]
         held = samples["weight_bytes"]
         sync["weight_bytes_vs_one_copy"] = (held["held"] + held["scratch"]) / held["one_copy"]
     exact: dict[str, float] = {}
@@ -369,17 +371,99 @@ def write(args: argparse.Namespace, samples: dict) -> None:
         exact["max_abs_dlogp_qwen3_8b"] = samples["mismatch"]["jetrl_exact"]["max"]
         if "jetrl" in have:
             exact |= {f"rollout_vs_default_{c}": rate(samples, "jetrl_exact", c) / rate(samples, "jetrl", c) for c in CASES}
-    for name, figures, keys in (
-        ("exact", exact, ("rollout", "mismatch")),
-        ("rollout", rollout, ("rollout", "start_seconds")),
-        ("sync", sync, ("update", "update_extra_bytes", "weight_bytes")),
-        ("mismatch", gap, ("mismatch",)),
-    ):
+    return {"exact": exact, "rollout": rollout, "sync": sync, "mismatch": gap}
+
+
+def settled(updates: list) -> list:
+    """Without the first update, unless it is the only one."""
+    return updates[1:] or updates
+
+
+KEPT = {
+    "exact": ("rollout", "mismatch"),
+    "rollout": ("rollout", "start_seconds"),
+    "sync": ("update", "update_extra_bytes", "weight_bytes"),
+    "mismatch": ("mismatch",),
+}
+
+
+def write(args: argparse.Namespace, samples: dict) -> None:
+    """The result files of the arms so far, and their figures."""
+    common = {
+        "command": "; ".join(samples["commands"]),
+        "device": torch.cuda.get_device_name(0),
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
+        "notes": NOTES,
+        "shapes": SHAPES | {"num_hidden_layers": args.layers},
+    }
+    for name, figures in figures_of(samples).items():
         if not figures:
             continue
-        result = common | {"samples": {k: samples.get(k) for k in keys}, "figures": figures}
+        result = common | {"samples": {k: samples.get(k) for k in KEPT[name]}, "figures": figures}
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
+
+
+BARS = {
+    "vs_bf16_64": 1.25,
+    "vs_bf16_256": 1.25,
+    "vs_bf16_2k": 1.25,
+    "vs_stock_fp8_64": 1.05,
+    "vs_stock_fp8_256": 1.05,
+    "publish_vs_stock_fp8": 20,
+    "ready_vs_stock_fp8": 3,
+}  # fmt: skip  of figures that must be at least so much
+LIMITS = {"publish_seconds": 0.1, "weight_bytes_vs_one_copy": 1.05}  # of those that must be at most
+
+
+def report(folder: Path) -> dict[str, str]:
+    """The tables of docs/rollout.md and README.md by name, in Markdown."""
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    found = {name: found[name] for name in ("rollout", "sync", "mismatch", "exact") if name in found}
+    figures = {key: value for result in found.values() for key, value in result["figures"].items()}
+    shapes, first = found["rollout"]["shapes"], found["rollout"]
+    token = 2 * shapes["num_hidden_layers"] * shapes["num_key_value_heads"] * shapes["head_dim"] * 2
+    copy = json.loads((RESULTS / "ops.json").read_text())["figures"]["copy_tb_s"] * 1e12
+    arms = [arm for arm in ARMS if f"tokens_per_s_{arm}_64" in figures]
+    speed, steps = [], []
+    for case, (count, length, tokens) in CASES.items():
+        rates = [figures[f"tokens_per_s_{arm}_{case}"] for arm in arms]
+        ours = figures[f"tokens_per_s_jetrl_{case}"]
+        speed.append(
+            [f"{count} prompts, {length} in, {tokens} out", *(round(r) for r in rates)]
+            + [f"{ours / figures[f'tokens_per_s_{arm}_{case}']:.2f}x" for arm in ("bf16", "stock_fp8")]
+        )
+        steps.append(
+            [case, *(f"{count / r * 1e3:.1f}" for r in rates), f"{count * (length + tokens / 2) * token / copy * 1e3:.1f}"]
+        )
+    updates = found["sync"]["samples"]["update"]
+    publish = [
+        [
+            arm,
+            *(f"{statistics.median(u[i] for u in settled(runs)):.3f}" for i in (0, 1)),
+            f"{runs[0][0]:.3f}",
+            len(settled(runs)),
+        ]
+        for arm, runs in updates.items()
+    ]
+    gaps = found["mismatch"]["samples"]["mismatch"]
+    rows = []
+    for key, value in figures.items():
+        if key in BARS or key in LIMITS:
+            met = value >= BARS[key] if key in BARS else value <= LIMITS[key]
+            bar = f"at least {BARS[key]}" if key in BARS else f"at most {LIMITS[key]}"
+            rows.append([key, float(value), bar, "yes" if met else "**no**"])
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return {
+        "rollout": markdown(["tokens/s", *arms, "jetrl vs bf16", "vs stock_fp8"], speed),
+        "steps": markdown(["case", *(f"{arm}, ms" for arm in arms), "KV cache read once, ms"], steps),
+        "update": markdown(["arm", "publish, s", "ready, s", "first publish, s", "updates"], publish),
+        "mismatch": markdown(
+            ["arm", "mean \\|Δ log p\\|", "max", "tokens"], [[arm, g["mean"], g["max"], g["tokens"]] for arm, g in gaps.items()]
+        ),
+        "rollout figures": markdown(["figure", "value", "bar", "met"], rows),
+        "rollout run": f"`{first['command']}` on one {first['device']}; {versions}.",
+    }
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ def main() -> None:
         shutil.rmtree(runs)  # a run that failed stays, with its log
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out, re.sub(r"\n {4,}", " ", json.dumps(result, indent=1)) + "\n")
-    from benchmarks.ops import markdown
+    from benchmarks.tables import markdown
 
     for rows in result["tables"].values():
         print("\n" + markdown(list(rows[0]), [list(row.values()) for row in rows]))

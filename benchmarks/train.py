@@ -624,7 +624,7 @@ def figures(samples: dict) -> dict[str, float]:
 
 def report(result: dict) -> str:
     """Figures and rows in Markdown."""
-    from benchmarks.ops import markdown
+    from benchmarks.tables import markdown
 
     parts = [markdown(["figure", "value"], [[k, v] for k, v in result["figures"].items()])]
     shares = [f"share_of_{what}" for what in ("bf16_ceiling", "fp8_ceiling", "ideal")]

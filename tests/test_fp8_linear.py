@@ -174,6 +174,7 @@ def test_operators_are_well_formed():
         "quantize_transposed": (x, "group"),
         "quantize_both": (x, "block"),
         "quantize_blocks": (x,),
+        "quantize_blocks_": (torch.zeros_like(w.q), torch.zeros_like(w.s), randn(384, 256).float()),
         "quantize_weight": (x,),
         "regroup": (q, s, "block"),
         "transpose_bytes": (q,),

@@ -198,6 +198,7 @@ def test_operators_are_well_formed():
         (torch.ops.jetrl.quantize_both, (x, "block")),
         (torch.ops.jetrl.quantize_both, (x, "group")),
         (torch.ops.jetrl.quantize_weight, (x,)),
+        (torch.ops.jetrl.quantize_blocks_, (torch.zeros_like(w.q), torch.zeros_like(w.s), randn(384, 256).float())),
         (torch.ops.jetrl.gemm_nt, (q, s, w.q, w.s, None, "deep_gemm")),
         (torch.ops.jetrl.rms_norm_quantize, (x, randn(256), 1e-6, randn(200, 256))),
         (torch.ops.jetrl.rms_norm_transposed, (x, torch.ones(200, device="cuda"), randn(256), "block")),

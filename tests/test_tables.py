@@ -1,0 +1,43 @@
+"""Tables of the documentation are those of the result files, and figures those of their samples: nothing is typed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ops, rollout
+from benchmarks.tables import fill, markdown
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_a_table_and_its_place(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- table x -->\nold\n<!-- end -->\nb\n<!-- table y -->\nkept\n<!-- end -->\n")
+    fill(page, {"x": markdown(["k", "v"], [["one", 1.23456], ["none", None], ["many", 12345.6]]), "absent": "z"})
+    fill(page, {"x": markdown(["k", "v"], [["one", 1.23456], ["none", None], ["many", 12345.6]])})
+    table = "| k | v |\n|---|---|\n| one | 1.23 |\n| none | - |\n| many | 12346 |"
+    assert page.read_text() == f"a\n<!-- table x -->\n\n{table}\n\n<!-- end -->\nb\n<!-- table y -->\nkept\n<!-- end -->\n"
+
+
+@pytest.mark.parametrize("name", ("docs/fp8.md", "docs/rollout.md", "README.md"))
+def test_pages_show_the_results(name, tmp_path):
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / name, page)
+    fill(page, ops.report(json.loads((RESULTS / "ops.json").read_text())))
+    fill(page, rollout.report(RESULTS))
+    assert page.read_text() == (ROOT / name).read_text()
+
+
+def test_figures_of_the_rollout_are_those_of_its_samples():
+    files = {
+        name: json.loads((RESULTS / f"{name}.json").read_text()) for name in rollout.KEPT if (RESULTS / f"{name}.json").exists()
+    }
+    samples = {}
+    for result in files.values():
+        samples |= result["samples"]
+    for name, figures in rollout.figures_of(samples).items():
+        if name in files:
+            assert figures == pytest.approx(files[name]["figures"]), name
