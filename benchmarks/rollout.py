@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
 from benchmarks.tables import fill, markdown
+from verl.jetrl.environment import KERNEL_CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,6 +56,7 @@ NOTES = {
     "ready_seconds": "the same start, until the engine can schedule a request: wake-up of weights and KV cache included.",
     "weight_bytes_vs_one_copy": "FP8 and BF16 weight bytes that trainer and engine hold on the GPU, the largest transposed "
     "layer's scratch included, over one FP8 copy with scales plus the BF16 rest.",
+    "jetrl_resident": "without hash; transposed weights stay on the GPU (fsdp_config.resident_transposed) and are made anew.",
     "exact": "precision_flow.exact: one split of attention in the rollout; everything else as in jetrl.",
     "mismatch": "mean |log p(rollout) - log p(trainer)| of the sampled tokens, same weights, no update in between; trainers "
     "use the same FlashAttention; FP32 log-softmax.",
@@ -250,6 +252,11 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
         for _ in range(repeats):
             engine("sleep")
             samples["update"].setdefault("jetrl_hashed", []).append(update_jetrl(trainer, engine, True))
+        samples["resident_bytes"] = resident(trainer, True)
+        for _ in range(repeats):
+            engine("sleep")
+            samples["update"].setdefault("jetrl_resident", []).append(update_jetrl(trainer, engine, False))
+        resident(trainer, False)
     samples["mismatch"][arm] = mismatch(trainer, engine, quick)
     for case, (count, length, tokens) in CASES.items():
         if quick:
@@ -287,6 +294,20 @@ def weight_bytes(trainer: Trainer) -> dict[str, int]:
     return {"one_copy": layout.bytes_of("fp8") + layout.bytes_of("bf16"), "held": held, "scratch": peak}
 
 
+def resident(trainer: Trainer, on: bool) -> int:
+    """Switches to transposed weights that stay on the GPU, or back; the bytes that they take."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    trainer.masters.resident_transposed = on
+    for linear in trainer.masters.decoder.linears():
+        if on:
+            linear.refresh_transposed()
+        else:
+            linear.transposed = None
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
 def compile_kernels(settings: Settings) -> None:
     """Compiles DeepGEMM's kernels for all engines, so that none does while it is measured."""
     from verl.jetrl.fp8 import precompile
@@ -316,7 +337,7 @@ def main() -> None:
     os.environ.setdefault("JETRL_RUN", f"bench-{os.getpid()}")
     os.environ["VERL_REPLICA_RANK"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path.home() / ".cache/vllm/deep_gemm"))
+    os.environ.setdefault(*KERNEL_CACHE)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -366,6 +387,9 @@ def figures_of(samples: dict) -> dict[str, dict[str, float]]:
                 sync[f"{name}_vs_{other}_without_hash"] = seconds[other][index] / seconds["jetrl"][index]
         held = samples["weight_bytes"]
         sync["weight_bytes_vs_one_copy"] = (held["held"] + held["scratch"]) / held["one_copy"]
+        if "resident_bytes" in samples:  # instead of the scratch
+            sync["weight_bytes_vs_one_copy_resident"] = (held["held"] + samples["resident_bytes"]) / held["one_copy"]
+            sync["publish_seconds_resident"] = seconds["jetrl_resident"][0]
     exact: dict[str, float] = {}
     if "jetrl_exact" in have:
         exact["max_abs_dlogp_qwen3_8b"] = samples["mismatch"]["jetrl_exact"]["max"]
@@ -382,7 +406,7 @@ def settled(updates: list) -> list:
 KEPT = {
     "exact": ("rollout", "mismatch"),
     "rollout": ("rollout", "start_seconds"),
-    "sync": ("update", "update_extra_bytes", "weight_bytes"),
+    "sync": ("update", "update_extra_bytes", "weight_bytes", "resident_bytes"),
     "mismatch": ("mismatch",),
 }
 
@@ -399,7 +423,7 @@ def write(args: argparse.Namespace, samples: dict) -> None:
     for name, figures in figures_of(samples).items():
         if not figures:
             continue
-        result = common | {"samples": {k: samples.get(k) for k in KEPT[name]}, "figures": figures}
+        result = common | {"samples": {k: samples[k] for k in KEPT[name] if k in samples}, "figures": figures}
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
 

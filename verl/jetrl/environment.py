@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Names the run in every process it starts, however deep: what is left after a crash can be found by it.
 RUN_ID = "JETRL_RUN"
+# DeepGEMM compiles a kernel at its first use, in 3 to 5 seconds: whatever runs on a machine shares what was compiled there.
+KERNEL_CACHE = ("DG_JIT_CACHE_DIR", str(Path.home() / ".cache" / "vllm" / "deep_gemm"))
 
 _COMMON = {
     "HYDRA_FULL_ERROR": "1",
@@ -34,8 +36,7 @@ _MACHINE = {
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
         # vLLM chooses its model runner by architecture: pinned, so that all arms and models use one.
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        # DeepGEMM compiles a kernel at its first use, in 3 to 5 seconds: trainer and rollout share what it has compiled.
-        "DG_JIT_CACHE_DIR": str(Path.home() / ".cache" / "vllm" / "deep_gemm"),
+        KERNEL_CACHE[0]: KERNEL_CACHE[1],
     },
 }
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from verl.jetrl.environment import KERNEL_CACHE
 from verl.jetrl.fp8.format import BLOCK, Quantized, groups
 
 
@@ -30,6 +32,7 @@ def require_hopper(device: torch.device) -> None:
 @functools.cache
 def deep_gemm() -> ModuleType:
     """The DeepGEMM module."""
+    os.environ.setdefault(*KERNEL_CACHE)  # read when it is imported
     tried = []
     for name in ("vllm.third_party.deep_gemm", "deep_gemm"):
         try:
