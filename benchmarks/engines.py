@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks import traces
+
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 ZMQ_HANDLE = "ipc:///tmp/rl-colocate-zmq-0-replica-0-rank-0.sock"
 
@@ -32,6 +34,7 @@ class Settings:
     statistics: bool = False  # vLLM's counters, for ``metrics``
     exact: bool = False  # jetrl: precision_flow.exact
     extension: str | None = None  # jetrl: another class of worker methods
+    traces: Path | None = None  # where ``profile`` leaves its traces
 
 
 def _options(kind: str, settings: Settings) -> dict[str, Any]:
@@ -53,6 +56,8 @@ def _options(kind: str, settings: Settings) -> dict[str, Any]:
         worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
         compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": settings.capture_sizes},
     )
+    if settings.traces is not None:
+        options["profiler_config"] = traces.profiler_config(settings.traces)
     if settings.splits is not None:
         options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": settings.splits}
     if kind == "stock_fp8":
@@ -114,6 +119,12 @@ class _Worker:
             for o, x in zip(outputs, ids, strict=True)
         ]
         return seconds, ids, values
+
+    def profile(self, prompts: list[list[int]], tokens: int) -> None:
+        """Generates, and records some decode steps of it."""
+        self.llm.start_profile()
+        self.generate(prompts, tokens, False)
+        self.llm.stop_profile()
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)

@@ -17,8 +17,10 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 import types
 from dataclasses import replace
@@ -35,6 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
 from benchmarks.tables import fill, markdown
+from benchmarks.traces import PREFILL, STEPS, kernel_times
 from verl.jetrl.environment import KERNEL_CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,11 +234,12 @@ def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:
     }
 
 
-def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples: dict) -> None:
+def measure(arm: str, trainer: Trainer, settings: Settings, layers: int, quick: bool, samples: dict) -> None:
     """All measurements of one engine, into ``samples``."""
     begun = time.perf_counter()
     ours = arm.startswith("jetrl")
-    options = replace(settings, exact=arm == "jetrl_exact")
+    traces = Path(tempfile.mkdtemp(prefix="jetrl-traces-"))
+    options = replace(settings, exact=arm == "jetrl_exact", traces=traces)
     engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     samples["start_seconds"][arm] = time.perf_counter() - begun
     repeats = 2 if quick else 5 if ours else 3  # stock's takes seconds
@@ -267,7 +271,11 @@ def measure(arm: str, trainer: Trainer, settings: Settings, quick: bool, samples
             made = sum(map(len, ids))
             samples["rollout"].setdefault(arm, {}).setdefault(case, []).append({"seconds": seconds, "tokens": made})
             print(f"{arm:10} {case:4} {made / seconds:9.0f} tokens/s", flush=True)
+    count, length, tokens = CASES["2k"]
+    engine("profile", prompts(count, length + tokens // 2, 9), 2 * (PREFILL + STEPS))
     engine.close()
+    samples.setdefault("profile", {})[arm] = kernel_times(traces, layers)
+    shutil.rmtree(traces)
     print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
@@ -358,7 +366,7 @@ def main() -> None:
         if arm.startswith("jetrl") and trainer.masters is None:
             trainer.share()
             samples["weight_bytes"] = weight_bytes(trainer)
-        measure(arm, trainer, settings, args.quick, samples)
+        measure(arm, trainer, settings, args.layers, args.quick, samples)
         raw.write_text(json.dumps(samples))
         write(args, samples)
     if trainer.masters is not None:
@@ -405,7 +413,7 @@ def settled(updates: list) -> list:
 
 KEPT = {
     "exact": ("rollout", "mismatch"),
-    "rollout": ("rollout", "start_seconds"),
+    "rollout": ("rollout", "start_seconds", "profile"),
     "sync": ("update", "update_extra_bytes", "weight_bytes", "resident_bytes"),
     "mismatch": ("mismatch",),
 }
@@ -460,6 +468,9 @@ def report(folder: Path) -> dict[str, str]:
         steps.append(
             [case, *(f"{count / r * 1e3:.1f}" for r in rates), f"{count * (length + tokens / 2) * token / copy * 1e3:.1f}"]
         )
+    profile = {arm: p["ms_per_step"] for arm, p in first["samples"].get("profile", {}).items()}
+    kinds = list(dict.fromkeys(kind for times in profile.values() for kind in times))
+    where = [[kind, *(f"{times.get(kind, 0.0):.2f}" for times in profile.values())] for kind in kinds]
     updates = found["sync"]["samples"]["update"]
     publish = [
         [
@@ -481,6 +492,7 @@ def report(folder: Path) -> dict[str, str]:
     return {
         "rollout": markdown(["tokens/s", *arms, "jetrl vs bf16", "vs stock_fp8"], speed),
         "steps": markdown(["case", *(f"{arm}, ms" for arm in arms), "KV cache read once, ms"], steps),
+        **({"profile": markdown(["ms per step", *profile], where)} if profile else {}),
         "update": markdown(["arm", "publish, s", "ready, s", "first publish, s", "updates"], publish),
         "mismatch": markdown(
             ["arm", "mean \\|Δ log p\\|", "max", "tokens"], [[arm, g["mean"], g["max"], g["tokens"]] for arm, g in gaps.items()]
