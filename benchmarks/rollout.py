@@ -3,6 +3,7 @@
     python -m benchmarks.rollout                       # Qwen3-8B shapes, random weights -> rollout, sync, mismatch .json
     python -m benchmarks.rollout --layers 2 --quick    # checks the script itself
     python -m benchmarks.rollout --arms jetrl_exact --add    # adds an arm to the results of before
+    python -m benchmarks.rollout --model models/SmolLM2-135M-Instruct    # mismatch of a pretrained model, added to the results
     python -m benchmarks.rollout --docs                      # writes their tables into docs/rollout.md and README.md
 
 This process plays the trainer: it holds FP32 masters, under FSDP2 for the stock arms and behind the weight arena for
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
 from benchmarks.tables import fill, markdown
@@ -67,31 +68,38 @@ NOTES = {
 
 
 class Trainer:
-    """FP32 masters of random weights; first as verl's FSDP2 trainer has them, then behind an arena."""
+    """FP32 masters, of random weights or a checkpoint's; first as verl's FSDP2 trainer has them, then behind an arena."""
 
-    def __init__(self, layers: int, folder: Path, shapes: dict[str, Any] = SHAPES) -> None:
+    def __init__(self, layers: int, folder: Path, shapes: dict[str, Any] = SHAPES, pretrained: bool = False) -> None:
         from verl.jetrl.trainer import flash
 
         flash.register()
+        self.mesh = init_device_mesh("cuda", (1,))
+        self.module = self._pretrained(folder) if pretrained else self._random(layers, folder, shapes)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+        for layer in self.module.model.layers:
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(self.module, mesh=self.mesh, mp_policy=policy)
+        self.masters: Any = None
+
+    def _pretrained(self, folder: Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="jetrl_fa3").cuda()
+
+    def _random(self, layers: int, folder: Path, shapes: dict[str, Any]) -> torch.nn.Module:
         config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **shapes)
         config.architectures = ["Qwen3ForCausalLM"]
         config.dtype = torch.bfloat16
         config.eos_token_id = config.bos_token_id = None
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
-        self.mesh = init_device_mesh("cuda", (1,))
         torch.manual_seed(0)
         with torch.device("cuda"):
-            self.module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="jetrl_fa3")
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="jetrl_fa3")
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():  # norms of ones hide a lost weight
+            for name, parameter in module.named_parameters():  # norms of ones hide a lost weight
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-        for layer in self.module.model.layers:
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(self.module, mesh=self.mesh, mp_policy=policy)
-        self.masters: Any = None
+        return module
 
     def share(self) -> None:
         """The same masters behind the shared decoder and an arena."""
@@ -108,6 +116,8 @@ class Trainer:
         for name, value in values.items():
             owner, _, kind = name.rpartition(".")
             setattr(module.get_submodule(owner), kind, value)
+        if config.tie_word_embeddings:
+            module.lm_head.weight = module.model.embed_tokens.weight
         decoder = Decoder(module.config)
         share_decoder(module, decoder)
         self.module = module
@@ -219,10 +229,22 @@ def prompts(count: int, length: int, seed: int, vocabulary: int = 150000) -> lis
     return torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
 
 
-def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:
+THINGS = (
+    "a lighthouse", "a market", "an old train", "the first snow", "a chess club", "a river", "two bakers", "a long winter",
+    "a lost letter", "the night shift", "a garden", "a violin", "a bridge", "a ferry", "a library", "an island",
+)  # fmt: skip
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """Token ids of prompts that ask a pretrained model for long answers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = [[{"role": "user", "content": f"Write a long and detailed story about {thing}."}] for thing in THINGS]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in asked]
+
+
+def mismatch(trainer: Trainer, engine: Engine, quick: bool, asked: list[list[int]]) -> dict[str, Any]:
     """|delta log p| of responses of 1K tokens (or 64)."""
-    count, tokens = (4, 64) if quick else (16, 1024)
-    asked = prompts(count, 128, 7)
+    asked, tokens = (asked[:4], 64) if quick else (asked, 1024)
     _, ids, theirs = engine("generate", asked, tokens, True)
     mine = trainer.log_probs(asked, ids)
     delta = (torch.tensor(theirs, dtype=torch.float64) - torch.tensor(mine, dtype=torch.float64)).abs()
@@ -234,15 +256,17 @@ def mismatch(trainer: Trainer, engine: Engine, quick: bool) -> dict[str, Any]:
     }
 
 
-def measure(arm: str, trainer: Trainer, settings: Settings, layers: int, quick: bool, samples: dict) -> None:
-    """All measurements of one engine, into ``samples``."""
+def measure(
+    arm: str, trainer: Trainer, settings: Settings, layers: int, quick: bool, samples: dict, asked: list[list[int]] | None
+) -> None:
+    """All measurements of one engine, into ``samples``; with ``asked`` (prompts of a pretrained model) mismatch alone."""
     begun = time.perf_counter()
     ours = arm.startswith("jetrl")
     traces = Path(tempfile.mkdtemp(prefix="jetrl-traces-"))
     options = replace(settings, exact=arm == "jetrl_exact", traces=traces)
     engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     samples["start_seconds"][arm] = time.perf_counter() - begun
-    repeats = 2 if quick else 5 if ours else 3  # stock's takes seconds
+    repeats = 1 if asked else 2 if quick else 5 if ours else 3  # stock's takes seconds
     engine("sleep")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -252,7 +276,7 @@ def measure(arm: str, trainer: Trainer, settings: Settings, layers: int, quick: 
         update = update_jetrl(trainer, engine, False) if ours else update_stock(trainer, engine)
         samples["update"].setdefault(arm, []).append(update)
     samples["update_extra_bytes"][arm] = torch.cuda.max_memory_allocated() - before
-    if arm == "jetrl":
+    if arm == "jetrl" and not asked:
         for _ in range(repeats):
             engine("sleep")
             samples["update"].setdefault("jetrl_hashed", []).append(update_jetrl(trainer, engine, True))
@@ -261,7 +285,9 @@ def measure(arm: str, trainer: Trainer, settings: Settings, layers: int, quick: 
             engine("sleep")
             samples["update"].setdefault("jetrl_resident", []).append(update_jetrl(trainer, engine, False))
         resident(trainer, False)
-    samples["mismatch"][arm] = mismatch(trainer, engine, quick)
+    samples["mismatch"][arm] = mismatch(trainer, engine, quick, asked or prompts(16, 128, 7))
+    if asked:
+        return engine.close()
     for case, (count, length, tokens) in CASES.items():
         if quick:
             length, tokens = length // 8, tokens // 16
@@ -334,6 +360,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--quick", action="store_true", help="short prompts and few repeats: checks the script itself")
+    parser.add_argument("--model", type=Path, help="a checkpoint: its mismatch alone, added to mismatch.json and exact.json")
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into the documentation")
     parser.add_argument("--add", action="store_true", help="keep the other arms' samples of an earlier run on the same device")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -349,7 +376,9 @@ def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(model=Path("/tmp/jetrl-bench-model"), kv_bytes=(4 if args.quick else 38) * GB, max_model_len=4352)
+    kv_bytes = (4 if args.quick or args.model else 38) * GB
+    settings = Settings(model=args.model or Path("/tmp/jetrl-bench-model"), kv_bytes=kv_bytes, max_model_len=4352)
+    asked = texts(args.model) if args.model else None
     raw = args.out / "rollout_samples.json"
     provenance = {"device": str(torch.cuda.get_device_properties(0).uuid), "layers": args.layers, "quick": args.quick}
     command = " ".join(["python -m benchmarks.rollout", *sys.argv[1:]])
@@ -360,13 +389,17 @@ def main() -> None:
         if samples["run_on"] != provenance:
             parser.error(f"--add: {raw} is of {samples['run_on']}, this run of {provenance}")
     samples["commands"].append(command)
-    compile_kernels(settings)
-    trainer = Trainer(args.layers, settings.model)
+    if not args.model:
+        compile_kernels(settings)
+    trainer = Trainer(args.layers, settings.model, pretrained=bool(args.model))
     for arm in args.arms.split(","):
         if arm.startswith("jetrl") and trainer.masters is None:
             trainer.share()
             samples["weight_bytes"] = weight_bytes(trainer)
-        measure(arm, trainer, settings, args.layers, args.quick, samples)
+        measure(arm, trainer, settings, args.layers, args.quick, samples, asked)
+        if args.model:
+            add_model(args, command, samples["mismatch"])
+            continue
         raw.write_text(json.dumps(samples))
         write(args, samples)
     if trainer.masters is not None:
@@ -419,21 +452,56 @@ KEPT = {
 }
 
 
-def write(args: argparse.Namespace, samples: dict) -> None:
-    """The result files of the arms so far, and their figures."""
-    common = {
-        "command": "; ".join(samples["commands"]),
+def provenance_of(command: str) -> dict[str, Any]:
+    return {
+        "command": command,
         "device": torch.cuda.get_device_name(0),
         "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
+    }
+
+
+def stored(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {"models": {}, "figures": {}}
+
+
+def write(args: argparse.Namespace, samples: dict) -> None:
+    """The result files of the arms so far, and their figures; what they hold of pretrained models stays."""
+    common = provenance_of("; ".join(samples["commands"])) | {
         "notes": NOTES,
         "shapes": SHAPES | {"num_hidden_layers": args.layers},
     }
     for name, figures in figures_of(samples).items():
         if not figures:
             continue
+        models = stored(args.out / f"{name}.json").get("models", {})
         result = common | {"samples": {k: samples[k] for k in KEPT[name] if k in samples}, "figures": figures}
+        result["models"] = models
+        for model, part in models.items():
+            figures |= figures_of_model(model, part["samples"])[name]
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
+
+
+def figures_of_model(model: str, gaps: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """A pretrained model's figures in mismatch.json and exact.json."""
+    end = model.lower().replace("-", "_").replace(".", "_")
+    return {
+        "mismatch": {
+            f"mean_abs_dlogp_{'mixed' if arm == 'stock_fp8' else arm}_{end}": gap["mean"] for arm, gap in gaps.items()
+        },
+        "exact": {f"max_abs_dlogp_{end}": gaps["jetrl_exact"]["max"]} if "jetrl_exact" in gaps else {},
+    }
+
+
+def add_model(args: argparse.Namespace, command: str, gaps: dict[str, Any]) -> None:
+    """Adds a pretrained model's mismatch to the result files."""
+    for name, figures in figures_of_model(args.model.name, gaps).items():
+        if figures:
+            result = stored(args.out / f"{name}.json")
+            result.setdefault("models", {})[args.model.name] = provenance_of(command) | {"samples": gaps}
+            result["figures"] |= figures
+            (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(name, *(f"  {key:36} {value:.6g}" for key, value in figures.items()), sep="\n")
 
 
 BARS = {
@@ -481,7 +549,8 @@ def report(folder: Path) -> dict[str, str]:
         ]
         for arm, runs in updates.items()
     ]
-    gaps = found["mismatch"]["samples"]["mismatch"]
+    gaps = {"Qwen3-8B shapes, random weights": found["mismatch"]["samples"]["mismatch"]}
+    gaps |= {model: part["samples"] for model, part in found["mismatch"].get("models", {}).items()}
     rows = []
     for key, value in figures.items():
         if key in BARS or key in LIMITS:
@@ -495,7 +564,8 @@ def report(folder: Path) -> dict[str, str]:
         **({"profile": markdown(["ms per step", *profile], where)} if profile else {}),
         "update": markdown(["arm", "publish, s", "ready, s", "first publish, s", "updates"], publish),
         "mismatch": markdown(
-            ["arm", "mean \\|Δ log p\\|", "max", "tokens"], [[arm, g["mean"], g["max"], g["tokens"]] for arm, g in gaps.items()]
+            ["model", "arm", "mean \\|Δ log p\\|", "max", "tokens"],
+            [[model, arm, g["mean"], g["max"], g["tokens"]] for model, arms in gaps.items() for arm, g in arms.items()],
         ),
         "rollout figures": markdown(["figure", "value", "bar", "met"], rows),
         "rollout run": f"`{first['command']}` on one {first['device']}; {versions}.",

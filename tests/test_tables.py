@@ -40,4 +40,6 @@ def test_figures_of_the_rollout_are_those_of_its_samples():
         samples |= result["samples"]
     for name, figures in rollout.figures_of(samples).items():
         if name in files:
+            for model, part in files[name].get("models", {}).items():
+                figures |= rollout.figures_of_model(model, part["samples"])[name]
             assert figures == pytest.approx(files[name]["figures"]), name

@@ -111,7 +111,8 @@ def trainer_side(model_path: Path) -> Any:
     attention.register()
     flash.register()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     name = flash.NAME if device.type == "cuda" else attention.EXACT
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=name).eval()
     decoder = Decoder(model.config)
