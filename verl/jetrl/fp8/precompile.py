@@ -8,6 +8,7 @@ One after the other they delay a first start by minutes, side by side by seconds
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -21,18 +22,35 @@ from filelock import FileLock
 from verl.jetrl.fp8 import gemm, ops
 
 Job = tuple[str, int, int, int]  # "fp8" or "bf16", rows, N, K
-PROCESSES = 14  # a CUDA context of half a GiB each
+PROCESSES = 14
+PROCESS_BYTES = 3 * 2**30  # of GPU memory: a CUDA context and the operands of the largest GEMM
 
 
 def row_counts(tokens: int) -> list[int]:
-    """Numbers of rows that reach every kernel for up to ``tokens`` rows: tiles change in steps of 64 rows or more."""
-    return sorted({1, *range(64, min(tokens, 2048) + 1, 64), *range(2048, tokens + 1, 512), tokens})
+    """Numbers of rows that reach the kernels for up to ``tokens`` rows.
+
+    DeepGEMM has tiles of 16, 32 and 64 rows for as few, and then another choice of tiles for every 64 rows or more.
+    """
+    steps = (range(64, 2048, 64), range(2048, 8192, 128), range(8192, tokens, 512))
+    return sorted({rows for rows in (1, 32, *itertools.chain(*steps)) if rows < tokens} | {tokens})
 
 
 def jobs_of(linears: Iterable[tuple[int, int]], head: tuple[int, int], tokens: int, sequences: int) -> list[Job]:
     """Every GEMM of a rollout: FP8 weights (N, K) at up to ``tokens`` rows, the BF16 head at up to ``sequences``."""
     fp8 = [("fp8", rows, *shape) for shape in dict.fromkeys(linears) for rows in row_counts(tokens)]
     return fp8 + [("bf16", rows, *head) for rows in row_counts(min(sequences, tokens))]
+
+
+def pieces_of(jobs: list[Job], count: int) -> list[list[Job]]:
+    """``jobs`` cut into up to ``count`` contiguous pieces of about as many kernels.
+
+    Neighbours share kernels, the more of them the more rows they have: contiguous pieces compile few kernels twice.
+    """
+    ends = list(itertools.accumulate(1 / max(rows, 64) for _, rows, _, _ in jobs))
+    pieces: list[list[Job]] = [[] for _ in range(count)]
+    for job, end in zip(jobs, ends, strict=True):
+        pieces[min(int(end / ends[-1] * count), count - 1)].append(job)
+    return [piece for piece in pieces if piece]
 
 
 @torch.inference_mode()
@@ -64,27 +82,30 @@ def precompile(jobs: list[Job], device: torch.device) -> None:
     with FileLock(done.with_suffix(".lock")):
         if done.exists():
             return
-        count = max(min(PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)), 1)
-        # Neighbours share kernels: contiguous pieces compile few of them twice.
-        pieces = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
+        free, _ = torch.cuda.mem_get_info(device)
+        count = max(min(PROCESSES, (os.cpu_count() or 1) - 1, free // PROCESS_BYTES), 1)
         # The engine's process may see other device numbers than its children would.
         visible = {"CUDA_VISIBLE_DEVICES": f"GPU-{torch.cuda.get_device_properties(device).uuid}"}
         started = [
             subprocess.Popen(
                 [sys.executable, "-m", "verl.jetrl.fp8.precompile", json.dumps(piece)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=os.environ | visible,
             )
-            for piece in pieces
+            for piece in pieces_of(jobs, count)
         ]
-        for process in started:
-            output, _ = process.communicate()
-            if process.returncode:
-                for other in started:
-                    other.kill()
-                raise RuntimeError(f"compiling GEMM kernels failed:\n{output[-4000:]}")
+        try:
+            for process in started:
+                output, _ = process.communicate()
+                if process.returncode:
+                    raise RuntimeError(f"compiling GEMM kernels failed:\n{output[-4000:]}")
+        finally:
+            for process in started:
+                process.kill()  # nothing where it has ended
+                process.wait()
         done.touch()
 
 

@@ -135,7 +135,8 @@ class Gradients:
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
         self._mesh, self._layout = mesh, layout
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        # The replicas last, so that those of a shard have the same bits whatever the order of the other sums.
+        self._groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
         self._rank, self._ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._reducer = None
         if self._ranks > 1:
