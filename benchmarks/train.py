@@ -64,6 +64,9 @@ NOTES = {
     "bf16": "verl's FSDP2 engine on Hugging Face's layers; attention as in all arms: FlashAttention 3, flash-attn-4 backward.",
     "bf16_fused": "the same engine with the FP8 decoder's non-GEMM kernels (RMSNorm with residual, q/k norm with RoPE, "
     "SiLU*mul, chunked log-probs) and BF16 cuBLAS GEMMs, q/k/v and gate/up without concatenation.",
+    "bf16_fused_kept": "as bf16_fused, and FSDP2 spends memory on speed: gathered weights are kept from the forward to the "
+    "backward (reshard_after_forward=false); on one GPU gradients are also reduced once a step, not once a micro-batch "
+    "(use_no_sync_for_gradient_accumulation=true; two GPUs lack the memory for it).",
     "bf16_compiled": "verl's FSDP2 engine on Hugging Face's layers, each through torch.compile, and the chunked log-probs.",
     "fp8": "the FP8 engine as it is by default.",
     "fp8_unfused": "without fused producers: norms and SiLU*mul write BF16, separate kernels quantize.",
@@ -74,7 +77,7 @@ NOTES = {
     "train_vs_bf16": "fp8's tokens/s over the fastest BF16 arm's at the shortest sequences (4K); BF16 arms with checkpointing "
     "are among them. _worse: at the length with the smaller ratio. _checkpointing: the same among arms with checkpointing.",
     "gather_bytes_vs_bf16": "bytes of all-gather outputs of one step with 4 micro-batches on a rank (collectives seen by a "
-    "dispatch mode; from the part with two GPUs), fp8 over bf16.",
+    "dispatch mode; from the part with two GPUs), fp8 over bf16 as verl runs it (bf16_fused_kept gathers a third of that).",
     "same_gradient_bits": "1 if two steps from the same state had the same gradients, bit for bit, in every fp8 arm checked.",
     "ceilings": "largest GEMM rate of this run over the four linears of a layer at the micro-batch's tokens, from CUDA-graph "
     "replays. share_of_*_ceiling: model FLOP (recomputation not counted; causal attention counted by half) per second over it; "
@@ -86,11 +89,12 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Arm:
-    """``model`` changes the built Hugging Face model, ``around`` holds while the arm runs."""
+    """How an arm differs from verl's BF16 engine."""
 
     fp8: bool = False
     checkpointing: bool = False
     model: str = ""  # a function of train_layers: "fused:bf16_layer", "compiled"
+    kept: bool = False  # FSDP2 keeps gathered weights from forward to backward, on one GPU gradients to the end of a step too
     saved: str = ""  # fp8: unfused producers, activations saved in this precision
     thorough: bool = True  # all sequence lengths and the comparison of two steps' gradients; else the first length alone
 
@@ -99,6 +103,7 @@ class Arm:
 ARMS = {
     "fp8": Arm(fp8=True),
     "bf16_fused": Arm(model="fused:bf16_layer"),
+    "bf16_fused_kept": Arm(model="fused:bf16_layer", kept=True),
     "bf16": Arm(),
     "bf16_checkpointing": Arm(checkpointing=True, thorough=False),
     "fp8_checkpointing": Arm(fp8=True, checkpointing=True, thorough=False),
@@ -158,6 +163,8 @@ def compose_arm(arm: Arm, options: Options):
             f"{root}.model.path={options.folder}",
             f"++{root}.model.load_tokenizer=false",
             f"{root}.model.enable_gradient_checkpointing={str(arm.checkpointing).lower()}",
+            f"{root}.actor.fsdp_config.reshard_after_forward={str(not arm.kept).lower()}",
+            f"{root}.actor.fsdp_config.use_no_sync_for_gradient_accumulation={str(arm.kept and options.world == 1).lower()}",
             f"trainer.n_gpus_per_node={options.world}",
             f"data.max_prompt_length={length // 8}",
             f"data.max_response_length={length - length // 8}",
@@ -204,8 +211,8 @@ def build(arm: Arm, options: Options, config) -> tuple[Any, Callable]:
             return module
 
         def prepare_model_outputs(self, **arguments: Any) -> dict[str, Any]:
-            # verl's own: the fork's reads logits, which a model with chunked log-probs never has.
-            above = super(JetRLEngine, self) if arm.model else super()
+            # BF16 arms run verl's own: the fork's also measures what the padded vocabulary costs, and reads logits for it.
+            above = super() if arm.fp8 else super(JetRLEngine, self)
             return above.prepare_model_outputs(**arguments)
 
     model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
