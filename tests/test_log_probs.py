@@ -100,4 +100,4 @@ def test_no_tokens(case):
 
 
 def test_the_logits_of_a_micro_batch_never_exist_as_a_whole():
-    assert module.chunk_tokens(151936) == 768 and module.chunk_tokens(10**9) == 128
+    assert module.chunk_tokens(151936) == 1664 and module.chunk_tokens(10**9) == 128

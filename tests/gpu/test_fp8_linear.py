@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.linear import SAVED, Fp8Linear, Wgrad, bf16_linear, fp8_linear, fp8_rms_norm_linear, fp8_swiglu_mlp
+from verl.jetrl.model.autograd import add_head_gradient
+from verl.jetrl.model.decoder import Weight
 
 WGRADS = [Wgrad(groups, saved) for groups in ops.TRANSPOSED_GROUPS for saved in SAVED]
 
@@ -205,6 +207,23 @@ def test_operators_are_well_formed():
         (torch.ops.jetrl.silu_mul_backward_quantize, (randn(200, 512), x)),
     ):
         torch.library.opcheck(op, args, test_utils="test_faketensor")
+
+
+def test_head_gradient_is_added_in_fp32():
+    """Into a view of a larger accumulator, over chunks of tokens; the same bits each time."""
+    head = Weight(1100, 256).to_empty(device="cuda")
+    head.weight.data.normal_()
+    x, dy = randn(400, 256), randn(400, 1100)
+    want = dy.double().t() @ x.double()
+    sums = []
+    for _ in range(2):
+        memory = torch.ones(1200, 256, device="cuda")
+        for rows in (slice(0, 300), slice(300, 400)):
+            dx = add_head_gradient(head, memory[50:1150], dy[rows], x[rows])
+            assert relative(dx, dy[rows] @ head.weight) < 5e-3
+        assert bool((memory[:50] == 1).all()) and bool((memory[1150:] == 1).all())
+        sums.append(memory[50:1150] - 1)
+    assert relative(sums[0], want) < 1e-5 and torch.equal(*sums)
 
 
 def test_lm_head():

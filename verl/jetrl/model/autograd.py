@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from verl.jetrl.model.decoder import Fp8Linear, Mlp, Weight
 
 X_GROUPS = "block"  # wgrad's x operand: 128x128 blocks, the fast kernel (docs/fp8.md has its error and speed)
-HEAD_ROWS = 16384  # rows of the head's weight gradient computed at a time
 
 
 # Gives a zeroed FP32 matrix to add to and takes it back: a weight's gradient whose sum lies elsewhere.
@@ -181,15 +180,16 @@ class _Head(torch.autograd.Function):
 
 def add_head_gradient(head: Weight, main_grad_VH: Tensor, dy_MV: Tensor, x_MH: Tensor) -> Tensor:
     """dx (M, H) of the head for BF16 ``dy_MV``; adds the head's own gradient to ``main_grad_VH``, its opened sink."""
-    for start in range(0, dy_MV.shape[1], HEAD_ROWS):
-        rows = slice(start, start + HEAD_ROWS)
-        main_grad_VH[rows].add_(_mm_fp32(dy_MV[:, rows].t(), x_MH))
+    _add_matmul(main_grad_VH, dy_MV.t(), x_MH)
     return dy_MV @ head.weight
 
 
-def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of BF16 matrices, in FP32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def _add_matmul(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor) -> None:
+    """``sum += a @ b`` of BF16 matrices, in FP32: the GEMM adds, so that the sum is read and written once."""
+    if sum_NK.is_cuda:
+        torch.addmm(sum_NK, a_NM, b_MK, out_dtype=torch.float32, out=sum_NK)
+    else:
+        sum_NK.addmm_(a_NM.float(), b_MK.float())
 
 
 def norm_linear(x_MH: Tensor, residual_MH: Tensor | None, norm: Weight, proj: Fp8Linear, eps: float) -> tuple[Tensor, Tensor]:

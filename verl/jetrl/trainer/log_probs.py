@@ -16,7 +16,8 @@ from verl.jetrl.model.autograd import add_head_gradient, sink
 from verl.jetrl.model.decoder import Weight
 from verl.jetrl.vocabulary import mask_padding
 
-CHUNK_VALUES = 2**27  # logits at a time: 0.5 GiB in FP32
+# Logits at a time: 1 GiB in FP32.  In the backward each chunk reads and writes the head's whole FP32 gradient.
+CHUNK_VALUES = 2**28
 MULTIPLE = 128  # tokens at a time are a multiple of this
 
 
