@@ -16,6 +16,7 @@ ARMS = (
     "bf16",
     "bf16_fused",
     "bf16_fused_kept",
+    "fp8_resident",
     "fp8_requantized",
     "fp8_unfused",
     "fp8_bf16_saved",

@@ -42,6 +42,7 @@ ROOT = "actor_rollout_ref."
 UTILIZATION = "rollout.gpu_memory_utilization"
 CHECKPOINTING = "model.enable_gradient_checkpointing"
 TRANSPOSED = "actor.fsdp_config.resident_transposed"
+FUSED_ADAM = "actor.optim.override_optimizer_config.fused"
 NO_SYNC = "actor.fsdp_config.use_no_sync_for_gradient_accumulation"
 RESHARD = "actor.fsdp_config.reshard_after_forward"
 BUCKET = "rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -205,7 +206,8 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
     yield item("CUDA context, NCCL", CONTEXT, estimate=True)
     yield item(f"FP32 masters / {N}", 4 * P / N)
     yield item(f"Adam moments / {N}", 8 * P / N, AFTER_START)
-    yield item(f"Adam's temporary / {N}", 4 * P / N, (STEP,), estimate=True)
+    if not _get(config, FUSED_ADAM):
+        yield item(f"Adam's temporary / {N}", 4 * P / N, (STEP,), FUSED_ADAM, estimate=True)
     yield item("largest parameter, whole", 4 * m.V * m.H, (START, UPDATE, STEP), estimate=True)
     if _fp8(config):
         yield item("arena: FP8 weights, scales", m.fp8_bytes)
