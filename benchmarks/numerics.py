@@ -433,6 +433,14 @@ def tables(part: dict) -> str:
     return "\n\n".join([*found, markdown(["figure", "value"], [list(item) for item in part["figures"].items()])])
 
 
+def report(result: dict) -> dict[str, str]:
+    """The tables of docs/training.md by name."""
+    return {
+        f"numerics {name}": f"`{part['command']}`, {part['device']['name']}:\n\n{tables(part)}"
+        for name, part in result["parts"].items()
+    }
+
+
 def sft_samples(path: Path) -> dict[str, dict]:
     """The samples of the part "sft" of this kind of machine."""
     part = f"sft_{trainers.machine()}"
@@ -446,10 +454,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft", "seeds"])
+    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of the SFT runs (default %(default)s)")
     parser.add_argument("--grpo", type=Path, metavar="RUN", help="folder of the FP8 run; nothing else is measured")
     parser.add_argument("--bf16", type=Path, nargs="*", default=[], metavar="RUN", help="folders of the BF16 runs for --grpo")
     args = parser.parse_args()
+    if args.docs:
+        from benchmarks.tables import fill
+
+        return fill(ROOT / "docs" / "training.md", report(json.loads(args.out.read_text())))
     if args.grpo:
         parts = {"grpo": grpo(args.grpo, args.bf16)}
     else:

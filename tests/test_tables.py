@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ops, rollout
+from benchmarks import numerics, ops, rollout
 from benchmarks.tables import fill, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +22,13 @@ def test_a_table_and_its_place(tmp_path):
     assert page.read_text() == f"a\n<!-- table x -->\n\n{table}\n\n<!-- end -->\nb\n<!-- table y -->\nkept\n<!-- end -->\n"
 
 
-@pytest.mark.parametrize("name", ("docs/fp8.md", "docs/rollout.md", "README.md"))
+@pytest.mark.parametrize("name", ("docs/fp8.md", "docs/rollout.md", "docs/training.md", "README.md"))
 def test_pages_show_the_results(name, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(ROOT / name, page)
     fill(page, ops.report(json.loads((RESULTS / "ops.json").read_text())))
     fill(page, rollout.report(RESULTS))
+    fill(page, numerics.report(json.loads((RESULTS / "numerics.json").read_text())))
     assert page.read_text() == (ROOT / name).read_text()
 
 
