@@ -652,7 +652,14 @@ def test_masked_log_probs_normalise_over_the_tokenizers_ids():
 PROMPT = 3  # tokens of the packed sequence that are the prompt
 
 
-def outputs(flow: PrecisionFlow, hidden: torch.Tensor, head: torch.Tensor, vocabulary: int, temperature: float = 1.0):
+def outputs(
+    flow: PrecisionFlow,
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    vocabulary: int,
+    temperature: float = 1.0,
+    sampled: bool = True,
+):
     """Log-probs and entropy by the engine's own method, and the engine; ``hidden`` (T, H) of one packed sequence."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
@@ -675,7 +682,7 @@ def outputs(flow: PrecisionFlow, hidden: torch.Tensor, head: torch.Tensor, vocab
         ids = torch.nested.as_nested_tensor([torch.arange(tokens)], layout=torch.jagged)
         prompts = torch.nested.as_nested_tensor([torch.arange(PROMPT)], layout=torch.jagged)
         responses = torch.nested.as_nested_tensor([torch.arange(PROMPT, tokens)], layout=torch.jagged)
-    batch = TensorDict({"input_ids": ids, "prompts": prompts, "responses": responses}, batch_size=[1])
+    batch = TensorDict({"input_ids": ids, **({"prompts": prompts, "responses": responses} if sampled else {})}, batch_size=[1])
     tu.assign_non_tensor(batch, temperature=temperature, calculate_entropy=True, use_remove_padding=True)
     arguments = dict(
         input_ids_rmpad_rolled=torch.arange(tokens) % vocabulary,
@@ -717,6 +724,14 @@ def test_the_engine_masks_in_fp8_and_reports_in_bf16(temperature):
     difference = (wanted.gather(1, labels)[:, 0] - plain).abs()[PROMPT - 1 : -1].mean().item()
     assert difference > 0.05 and engine.take_padding_abs_dlogp() == pytest.approx(difference, rel=1e-4)
     assert engine.take_padding_abs_dlogp() == 0.0, "taken once"
+
+
+def test_fine_tuning_data_has_no_responses():
+    """Nothing was sampled, so there is nothing to report."""
+    with torch.no_grad():
+        (sampled, _), (given, engine) = (outputs(PrecisionFlow(), *hidden_and_head(), 311, sampled=s) for s in (True, False))
+    assert torch.equal(given["log_probs"].values(), sampled["log_probs"].values())
+    assert engine.take_padding_abs_dlogp() == 0.0
 
 
 def test_gradients_through_the_mask():

@@ -155,8 +155,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
 
     def _note_padding(self, logits: Tensor, micro_batch: TensorDict, vocabulary: int) -> None:
         temperature = micro_batch["temperature"]
-        if isinstance(temperature, Tensor) or logits.shape[0] != 1 or self.use_ulysses_sp:
-            return  # not one packed row of whole sequences: nothing is reported
+        sampled = {"prompts", "responses"} <= set(micro_batch.keys())  # fine-tuning data is not
+        if not sampled or isinstance(temperature, Tensor) or logits.shape[0] != 1 or self.use_ulysses_sp:
+            return  # not one packed row of whole sampled sequences: nothing is reported
         cost_T = padding_mass(logits.squeeze(0), vocabulary, float(temperature)).abs()
         total, tokens = getattr(self, "_padding", (0.0, 0))
         responses = no_padding_2_padding(cost_T[: micro_batch["input_ids"].values().shape[0]], micro_batch)
