@@ -285,7 +285,7 @@ def measure(
             engine("sleep")
             samples["update"].setdefault("jetrl_resident", []).append(update_jetrl(trainer, engine, False))
         resident(trainer, False)
-    samples["mismatch"][arm] = mismatch(trainer, engine, quick, asked or prompts(16, 128, 7))
+    samples["mismatch"][arm] = mismatch(trainer, engine, quick, asked or prompts(64, 128, 7))
     if asked:
         return engine.close()
     for case, (count, length, tokens) in CASES.items():
