@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl.jetrl import flow_check
-from verl.jetrl.arena import ENGINE, TRAINER, Arena, ArenaError, Control, LeaseError, layout_of
+from verl.jetrl.arena import ENGINE, TRAINER, Arena, ArenaError, Control, LeaseError, handle_path, layout_of, read_handle
 from verl.jetrl.fp8 import format as ref
 from verl.jetrl.weights import compare
 
@@ -499,13 +499,25 @@ def test_both_gpus_of_a_replica_are_handed_over(calls, owned):
         asyncio.run(one.take_weights(1, 4))
 
 
-def test_what_the_server_asks_of_vllm(monkeypatch):
+def test_what_the_server_asks_of_vllm(monkeypatch, owned):
+    owned.append(written("qwen3", 0))
     monkeypatch.setattr(server.vLLMHttpServer, "_preprocess_engine_kwargs", lambda self, kwargs: kwargs.update(verl=1))
     monkeypatch.setattr(server.vLLMHttpServer, "_apply_quantization", lambda self: ("stock", {}))
     for linear, wanted in (("fp8", {"load_format": "jetrl_arena", "verl": 1}), ("bf16", {"verl": 1})):
         kwargs: dict = {}
         server_of(linear)._preprocess_engine_kwargs(kwargs)
         assert kwargs == wanted
+    path = handle_path(0)
+    path.write_text(json.dumps(read_handle(0) | {"gpu_nbytes": owned[0].layout.nbytes * 4}))
+    for asked, beside in ((0.6, 0.35), (0.25, None)):
+        one = server_of()
+        one.config.gpu_memory_utilization = asked
+        if beside is None:
+            with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.25: the weights take 0.250 of the GPU; set more"):
+                one._preprocess_engine_kwargs({})
+            continue
+        one._preprocess_engine_kwargs(kwargs := {})
+        assert kwargs["gpu_memory_utilization"] == pytest.approx(beside), "the weights count as the rollout's"
     assert server_of("bf16")._apply_quantization() == ("stock", {})
     method, overrides = server_of()._apply_quantization()
     assert method == "jetrl_fp8" and overrides["architectures"] == ["JetRLForCausalLM"]

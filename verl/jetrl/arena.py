@@ -275,6 +275,7 @@ class Arena:
         try:
             if device.type == "cuda":
                 data = _own_segment(layout.nbytes, device)
+                handle["gpu_nbytes"] = torch.cuda.get_device_properties(device).total_memory
                 handle["ipc"] = base64.b64encode(pickle.dumps(reduce_tensor(data))).decode()
             else:
                 _reserve(data_path, layout.nbytes)
@@ -354,6 +355,12 @@ def read_handle(rank: int) -> dict:
     if not path.is_file():
         raise ArenaError(f"no weight arena of trainer rank {rank}: {path} is missing (the trainer starts before the rollout)")
     return json.loads(path.read_text())
+
+
+def share_of_gpu(rank: int) -> float:
+    """The arena's share of the memory of the GPU it lies on; 0 without a GPU."""
+    handle = read_handle(rank)
+    return handle["nbytes"] / handle["gpu_nbytes"] if "gpu_nbytes" in handle else 0.0
 
 
 def control_of(rank: int) -> Control:

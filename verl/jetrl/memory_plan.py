@@ -235,14 +235,18 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
 
 
 def _engine(m: Sizes, config: DictConfig, gpu: int) -> Iterator[Item]:
-    """vLLM takes ``gpu_memory_utilization`` of the whole GPU; the KV cache is what weights, activations and graphs leave."""
+    """vLLM takes ``gpu_memory_utilization`` of the whole GPU; the KV cache is what weights, activations and graphs leave.
+
+    The arena counts as the rollout's weights, though the trainer allocates it.
+    """
     rollout = config.actor_rollout_ref.rollout
     sleeps = all(_get(config, key) is not False for key in SLEEP)
     weights = 0 if _fp8(config) else m.fp8_bytes + m.bf16_bytes if rollout.quantization else 2 * m.parameters
     # vLLM's profile_run: one MLP, then logits, probabilities and a sorted copy in FP32.
     work = rollout.max_num_batched_tokens * (6 * m.I + 8 * m.H) + rollout.max_num_seqs * m.V * 12
     graphs = 0 if rollout.enforce_eager else GRAPHS
-    kv = max(0.0, rollout.gpu_memory_utilization * gpu - weights - work - graphs)
+    counted = m.fp8_bytes + m.bf16_bytes + m.rope_bytes if _fp8(config) else weights
+    kv = max(0.0, rollout.gpu_memory_utilization * gpu - counted - work - graphs)
     awake = (START, ROLLOUT) if sleeps else PHASES
     name = "weights: the arena's" if _fp8(config) else "weights"
     yield Item("vLLM", "CUDA context, NCCL", CONTEXT, estimate=True)

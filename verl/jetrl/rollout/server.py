@@ -12,7 +12,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from verl.jetrl import patching
-from verl.jetrl.arena import ENGINE, TRAINER, Control, LeaseError, control_of
+from verl.jetrl.arena import ENGINE, TRAINER, Control, LeaseError, control_of, share_of_gpu
 from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.rollout import vllm_model, vllm_quant
 
@@ -50,6 +50,18 @@ class JetRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.flow.fp8:
             engine_kwargs["load_format"] = vllm_model.LOAD_FORMAT
+            # As in the other arms the setting counts the rollout's weights, though the trainer allocates them.
+            if arena := share_of_gpu(self.replica_rank * self.replica_world_size):
+                engine_kwargs["gpu_memory_utilization"] = self._beside(arena)
+
+    def _beside(self, arena: float) -> float:
+        """The share of the GPU that is left to vLLM beside an arena's."""
+        asked = self.config.gpu_memory_utilization
+        if asked <= arena:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.gpu_memory_utilization={asked}: the weights take {arena:.3f} of the GPU; set more"
+            )
+        return asked - arena
 
     # --- the lease on the weights ---------------------------------------------------------------------------------
 
