@@ -23,7 +23,7 @@ $(INSTALLED): requirements/$(DEVICE).lock requirements/uv.txt requirements/insta
 
 demo: recipe-tiny ## the demo: recipe-tiny
 
-recipe-%: setup ## run a recipe's arms and its report (recipe-tiny, recipe-qwen3-8b); ARMS=a,b OVERRIDES="key=value" MODEL=dir
+recipe-%: setup ## run a recipe's arms and its report (tiny, smollm2-135m, qwen3-8b); ARMS=a,b OVERRIDES="key=value" MODEL=dir FRESH=1
 	$(PY) -m verl.jetrl.run recipes/$* $(if $(ARMS),--arms $(ARMS)) $(if $(FRESH),--fresh) \
 		$(if $(MODEL),actor_rollout_ref.model.path=$(abspath $(MODEL))) $(OVERRIDES)
 
@@ -31,7 +31,7 @@ report-%: setup ## write the report of a recipe's runs again
 	$(PY) -m verl.jetrl.report runs/$*
 
 diff-%: setup ## differences of two arms' resolved configurations: make diff-tiny A=bf16 B=jetrl
-	@$(PY) -m verl.jetrl.config_diff <($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(A),$(error A= names an arm)) $(OVERRIDES)) \
+	@$(PY) -m verl.jetrl.config_diff --names $(A),$(B) <($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(A),$(error A= names an arm)) $(OVERRIDES)) \
 		<($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(B),$(error B= names an arm)) $(OVERRIDES))
 
 test: setup ## ruff and all tests that need no GPU
@@ -45,7 +45,7 @@ lint: setup ## ruff, repairing what it can
 	$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .
 
 patches: setup ## the patch catalogue, and whether each patch is active
-	@$(PY) -m verl.jetrl.patching
+	@$(PY) -m verl.jetrl.show_patches
 
 flow-%: setup ## the precision-flow table of every arm of a recipe: make flow-tiny
 	@$(PY) -m verl.jetrl.show_flow recipes/$* $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)

@@ -1,5 +1,8 @@
 """verl.jetrl.config_diff: which keys differ, and how the table shows them."""
 
+import subprocess
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -72,3 +75,16 @@ def test_command_names_a_missing_file(tmp_path, capsys):
         main([str(tmp_path / "none.yaml"), str(tmp_path / "none.yaml")])
     assert stop.value.code == 2
     assert "none.yaml: no such file" in capsys.readouterr().err
+
+
+def test_command_reads_pipes_and_takes_names(tmp_path, root):
+    """As `make diff-tiny` calls it.  What differs in the arm's name alone is left out."""
+    for arm, linear in (("bf16", "bf16"), ("jetrl", "fp8")):
+        (tmp_path / arm).write_text(f"linear: {linear}\nfolder: /runs/{arm}/checkpoints\nsame: 1\n")
+    command = f"{sys.executable} -m verl.jetrl.config_diff --names bf16,jetrl <(cat {tmp_path}/bf16) <(cat {tmp_path}/jetrl)"
+    for extra, keys in (("", ["linear"]), (" --all", ["folder", "linear"])):
+        done = subprocess.run(["bash", "-c", command + extra], capture_output=True, text=True, cwd=root)
+        header, _, *rows = done.stdout.splitlines()
+        assert header.split() == ["key", "bf16", "jetrl"] and [row.split()[0] for row in rows] == keys, done.stderr
+    done = subprocess.run(["bash", "-c", command.replace("cat", "true")], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 2 and "bf16: no configuration in it" in done.stderr

@@ -244,7 +244,7 @@ def test_the_command_prints_all_from_any_folder(tmp_path):
     folder = tmp_path / "größe mit leer"
     (folder / "verl").mkdir(parents=True)  # a folder of that name must not shadow the package
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = run_python(["-m", "verl.jetrl.patching"], cwd=folder, env=environment)
+    done = run_python(["-m", "verl.jetrl.show_patches"], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     for patch in patching.catalogue():
         state = "active" if patch.needed() else "not needed"

@@ -325,6 +325,11 @@ def test_an_override_that_does_not_fit_is_one_error(root, tmp_path, override):
 
 
 def test_unknown_recipes_and_arms(root, tmp_path):
+    for wrong, meant in (("rollout.temprature", "rollout.temperature"), ("rolout.temperature", "rollout.temperature")):
+        with pytest.raises(
+            RecipeError, match=rf"no setting actor_rollout_ref.{wrong}; did you mean actor_rollout_ref.{meant}?"
+        ):
+            compose(root / "recipes/tiny", "bf16", tmp_path, [f"actor_rollout_ref.{wrong}=1"])
     with pytest.raises(RecipeError, match="no arm 'fp9'; it has bf16, bf16-train-fp8-rollout"):
         compose(root / "recipes/tiny", "fp9", tmp_path)
     with pytest.raises(RecipeError, match="is not a recipe: it has no base.yaml"):

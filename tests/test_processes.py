@@ -320,7 +320,7 @@ def arm(tmp_path, monkeypatch):
     """An arm whose training is a small Python program; ``arm.code`` is its text."""
 
     def make(code: str, steps: int = 2) -> run.Arm:
-        config = OmegaConf.create({"trainer": {"total_training_steps": steps}})
+        config = OmegaConf.create({"trainer": {"total_training_steps": steps, "save_freq": 10}})
         made = run.Arm(tmp_path, "bf16", tmp_path / "runs ä" / "bf16", config, [])
         real = subprocess.Popen
 
@@ -364,6 +364,47 @@ def test_a_run_to_its_end(arm, capsys):
     assert [p.name for p in (one.folder / "segments").iterdir()] == ["001.jsonl"]
 
 
+def test_fewer_steps_than_there_are_is_nothing_to_do(arm, capsys, monkeypatch):
+    one = arm(RECORD + "record(1); record(2)")
+    assert one.run() == 0
+    monkeypatch.setattr(run.checkpoints, "repair", lambda folder: 2)
+    fewer = arm("raise SystemExit('must not start')", steps=1)
+    assert fewer.run() == 0
+    assert "already at step 2, trainer.total_training_steps=1: nothing to do" in capsys.readouterr().out
+    assert status(one)["total_steps"] == 2 and status(one)["state"] == "finished", "the record of the run stays"
+
+
+def test_an_earlier_start_without_a_checkpoint_is_named(arm, capsys):
+    assert arm("raise ValueError('x')").run() == 1
+    assert "no checkpoint" not in capsys.readouterr().out
+    assert arm(RECORD + "record(1); record(2)").run() == 0
+    assert "the earlier start left no checkpoint" in capsys.readouterr().out
+
+
+def test_time_left_is_from_steps_and_not_from_the_start(tmp_path, monkeypatch):
+    """The start takes minutes, a step seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(run.time, "time", lambda: now[0])
+    with run.tqdm(total=10, smoothing=0, file=open(tmp_path / "bar", "w")) as bar:
+        bar.started, bar.start_t = False, now[0]
+        monkeypatch.setattr(bar, "_time", lambda: now[0])
+        segment, position = tmp_path / "001.jsonl", 0
+        for step, seconds in ((1, 120.0), (2, 8.0), (4, 16.0)):
+            now[0] += seconds
+            with open(segment, "a") as file:
+                file.write(json.dumps({"step": step, "data": {names.REWARD: 0.5}}) + "\n")
+            position = run._advance(bar, segment, position)
+        shown = bar.format_dict
+        assert shown["n"] == 4 and shown["elapsed"] / (shown["n"] - shown["initial"]) == pytest.approx(8.0)
+
+
+def test_the_results_are_printed(tmp_path):
+    (tmp_path / "report.md").write_text(
+        "# x\n\n## Arms\n\n- a\n\n## Results\n\n| m | a |\n|---|--:|\n| r | 1 |\n\n## Learning\n\nz\n"
+    )
+    assert run.results(tmp_path) == "| m | a |\n|---|--:|\n| r | 1 |\n"
+
+
 def test_a_failed_run_says_why(arm, capsys):
     one = arm("raise ValueError('the reason ä')")
     assert one.run() == 1
@@ -385,13 +426,14 @@ def test_damaged_records_do_not_stop_a_run(arm):
     assert one.run() == 0 and status(one)["state"] == "finished"
 
 
-def test_a_signal_stops_the_run_and_leaves_nothing(arm):
+def test_a_signal_stops_the_run_and_leaves_nothing(arm, capsys):
     code = f"import os, signal, subprocess, sys, time\n{CHILD}\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
     one = arm(code)
     assert one.run() == 128 + signal.SIGTERM
     assert status(one)["state"] == "stopped" and status(one)["error"] == "stopped by SIGTERM"
     assert processes.of_run(one.run_id) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert "SIGTERM, ending its processes" in capsys.readouterr().err
 
 
 def test_two_at_once_are_refused(arm, tmp_path):

@@ -201,6 +201,7 @@ def test_ratios_and_medians_without_warmup():
     assert summary.values["jetrl"]["abs_dlogp_mean"] == pytest.approx(0.01)  # mean of 0.004 .. 0.016
     assert summary.values["jetrl"]["abs_dlogp_max"] == pytest.approx(0.016)
     assert summary.ratios["jetrl"]["pearson"] is None
+    assert [format_ratio(r) for r in (0.0, 0.00111, 0.012)] == ["0.00x", "0.001x", "0.01x"]
     assert format_ratio(summary.ratios["jetrl"]["step_s"]) == "0.87x"
     assert "tokens_per_s" not in summary.values["bf16"], "rows that no arm has are left out"
 

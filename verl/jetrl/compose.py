@@ -6,6 +6,7 @@ configurations on top of verl's own.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -70,8 +71,21 @@ def compose(recipe: Path, arm: str, run_dir: Path, overrides: Sequence[str] = ()
             )
         OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {recipe.name!r}, arm {arm!r}: {error}") from error
+        unknown = re.search(r"Could not override '([\w.]+)'", str(error))
+        said = _unknown_setting(recipe, arm, run_dir, unknown[1]) if unknown and overrides else str(error)
+        raise RecipeError(f"recipe {recipe.name!r}, arm {arm!r}: {said}") from error
     return config
+
+
+def _unknown_setting(recipe: Path, arm: str, run_dir: Path, key: str) -> str:
+    """What is wrong with an override of ``key``, and the setting that may be meant: Hydra's advice is to add a new one."""
+    known, path = compose(recipe, arm, run_dir), key.split(".")
+    parents = [OmegaConf.select(known, ".".join(path[:n]), throw_on_missing=False) if n else known for n in range(len(path))]
+    depth = max(n for n, parent in enumerate(parents) if isinstance(parent, DictConfig))
+    close = difflib.get_close_matches(path[depth], list(map(str, parents[depth])), 3)
+    meant = " or ".join(".".join([*path[:depth], name, *path[depth + 1 :]]) for name in close)
+    hint = f"did you mean {meant}?" if close else f"python -m verl.jetrl.run {recipe} --print-config {arm} lists them"
+    return f"there is no setting {key}; {hint} (+{key}=... adds a setting that verl does not know)"
 
 
 def _quoted(value: object) -> str:

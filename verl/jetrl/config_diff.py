@@ -101,18 +101,34 @@ def _name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "config" else path.stem
 
 
+def _only_the_name(row: tuple, name_a: str, name_b: str) -> bool:
+    _, a, b = row
+    return isinstance(a, str) and isinstance(b, str) and a.replace(name_a, name_b) == b
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m verl.jetrl.config_diff", description=diff.__doc__.splitlines()[0])
     parser.add_argument("a", type=Path, metavar="A.yaml", help="a resolved configuration")
     parser.add_argument("b", type=Path, metavar="B.yaml", help="the one to compare it with")
+    parser.add_argument("--names", help="what to call the two, comma-separated: for pipes, whose paths say nothing")
+    parser.add_argument(
+        "--all", action="store_true", help="also what differs only in these names: folders, the experiment's name"
+    )
     args = parser.parse_args(argv)
     for path in (args.a, args.b):
-        if not path.is_file():
+        if not path.exists() or path.is_dir():  # a pipe will do
             parser.error(f"{path}: no such file")
-    name_a, name_b = _name(args.a), _name(args.b)
+    name_a, name_b = args.names.split(",") if args.names else (_name(args.a), _name(args.b))
     if name_a == name_b:
         name_a, name_b = str(args.a), str(args.b)
-    print(format_diff(diff(load_config(args.a), load_config(args.b)), name_a, name_b))
+    configs = [load_config(path) for path in (args.a, args.b)]
+    for name, config in zip((name_a, name_b), configs, strict=True):
+        if not config:
+            parser.error(f"{name}: no configuration in it")
+    rows = diff(*configs)
+    if not args.all:
+        rows = [row for row in rows if not _only_the_name(row, name_a, name_b)]
+    print(format_diff(rows, name_a, name_b))
 
 
 if __name__ == "__main__":

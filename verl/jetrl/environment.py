@@ -16,6 +16,7 @@ _COMMON = {
     "RAY_worker_niceness": "0",  # Ray's default, 15, starves a run beside anything else on the machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its answer
     "VLLM_NO_USAGE_STATS": "1",
 }
 _MACHINE = {

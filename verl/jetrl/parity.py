@@ -15,6 +15,7 @@ import argparse
 import atexit
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +211,7 @@ def main() -> int:
     parser.add_argument("--not-exact", action="store_true", help="vLLM's own attention, as without exact mode")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the arena's files go
 
     from verl.jetrl.compose import machine
     from verl.jetrl.environment import RUN_ID, machine_environment, run_tmp

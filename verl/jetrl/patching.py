@@ -160,17 +160,3 @@ def require_active(scope: Scope) -> None:
             f"{scope} patches not active in this process: {', '.join(missing)}. The plugin entry points of verl-jetrl "
             "were not loaded: is the package installed (`make setup`), and VERL_USE_EXTERNAL_PLUGINS / VLLM_PLUGINS unset?"
         )
-
-
-def main() -> None:
-    """Prints the catalogue with each patch's docstring and its state in this process."""
-    for scope in PINNED:
-        apply_all(scope)
-        for patch in catalogue(scope):
-            doc = inspect.getmodule(patch.build).__doc__ or ""
-            print(f"{patch.name}  [{scope} {PINNED[scope]}]  {status(scope)[patch.name]}\n  target: {patch.target}")
-            print("  " + doc.strip().replace("\n", "\n  ") + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -82,10 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     for arm, config in configs.items():
         code = Arm(recipe, arm, runs / arm, config, args.overrides).run(args.fresh) or code
-        subprocess.run([sys.executable, "-m", "verl.jetrl.report", str(runs)], check=True)
+        report = subprocess.run(
+            [sys.executable, "-m", "verl.jetrl.report", str(runs)], check=True, stdout=subprocess.PIPE, text=True
+        )
         if code > 128:
-            return code
+            break
+    print(results(runs), report.stdout, sep="\n", end="")
     return code
+
+
+def results(runs: Path) -> str:
+    """The report's table of results."""
+    _, _, rest = (runs / "report.md").read_text().partition("## Results\n")
+    return rest.partition("\n## ")[0].strip("\n") + "\n"
 
 
 def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
@@ -153,9 +162,18 @@ class Arm:
             print(f"{self.arm}: settings changed since the last start: {changed}")
         (self.folder / "segments").mkdir(parents=True, exist_ok=True)
         step = checkpoints.repair(self.folder / "checkpoints")
+        if step and step >= self.total:
+            print(
+                f"{self.arm}: already at step {step}, trainer.total_training_steps={self.total}: nothing to do "
+                "(--fresh, or FRESH=1 with make, starts over)"
+            )
+            return 0
         if step:
             self._require_shards(self.folder / "checkpoints" / f"global_step_{step}")
             print(f"{self.arm}: going on from step {step}")
+        elif status:
+            every = self.config.trainer.save_freq
+            print(f"{self.arm}: the earlier start left no checkpoint (trainer.save_freq={every}): starting over")
         write_atomically(self.folder / "config.yaml", resolved_yaml(self.config))
         numbers = [int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdecimal()]
         number = max(numbers, default=0) + 1
@@ -208,7 +226,11 @@ class Arm:
             else:
                 error = last_error(log.read_bytes()[log_start:].decode(errors="replace")) or f"exit code {code}"
         except Stopped as stop:
-            state, code, error = "stopped", 128 + stop.args[0], f"stopped by {signal.Signals(stop.args[0]).name}"
+            name = signal.Signals(stop.args[0]).name
+            print(
+                f"{self.arm}: {name}, ending its processes; the same command goes on from the last checkpoint", file=sys.stderr
+            )
+            state, code, error = "stopped", 128 + stop.args[0], f"stopped by {name}"
         finally:
             for s in previous:
                 signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
@@ -224,9 +246,10 @@ class Arm:
         """Shows progress until the child ends."""
         position, seen_at = 0, 0.0
         interactive = sys.stderr.isatty()
-        with tqdm(
-            total=self.total, initial=first_step, desc=self.arm, unit="step", mininterval=0 if interactive else 15
-        ) as bar:
+        # smoothing=0: the time left is from the average step; _advance leaves the start out of it.
+        every = 0 if interactive else 15
+        with tqdm(total=self.total, initial=first_step, desc=self.arm, unit="step", mininterval=every, smoothing=0) as bar:
+            bar.started = False
             bar.set_postfix_str("starting")
             while child.poll() is None:
                 time.sleep(POLL_S)
@@ -293,6 +316,8 @@ def _advance(bar: tqdm, segment: Path, position: int) -> int:
                 bar.set_postfix_str(
                     f"reward {data[names.REWARD]:.3f}, |Δlog p| {data.get(names.ABS_DLOGP_MEAN, math.nan):.1e}", refresh=False
                 )
+                if not bar.started:  # what came before this step was mostly the start: minutes that no step takes
+                    bar.started, bar.initial, bar.start_t = True, record["step"], time.time()
                 bar.update(record["step"] - bar.n)
             else:
                 bar.set_postfix_str("validated", refresh=False)

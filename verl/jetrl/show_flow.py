@@ -12,6 +12,7 @@ import argparse
 import atexit
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -91,6 +92,7 @@ def main() -> int:
     parser.add_argument("--arms", help="comma-separated arms (default: all)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
     args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the arena's files go
     run_id = f"flow-{os.getpid()}"
     os.environ.update({**machine_environment(machine()), **os.environ, RUN_ID: run_id})
     atexit.register(shutil.rmtree, run_tmp(run_id), ignore_errors=True)

@@ -66,6 +66,8 @@ def format_number(value: float, kind: str = "number") -> str:
 
 
 def format_ratio(ratio: float) -> str:
+    if 0 < ratio < 0.01:
+        return f"{ratio:.1g}x"
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
 
 
