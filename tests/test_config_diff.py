@@ -88,3 +88,10 @@ def test_command_reads_pipes_and_takes_names(tmp_path, root):
         assert header.split() == ["key", "bf16", "jetrl"] and [row.split()[0] for row in rows] == keys, done.stderr
     done = subprocess.run(["bash", "-c", command.replace("cat", "true")], capture_output=True, text=True, cwd=root)
     assert done.returncode == 2 and "bf16: no configuration in it" in done.stderr
+
+
+def test_a_value_that_is_a_files_name_is_shown(tmp_path, capsys):
+    for precision in ("bf16", "fp8"):
+        (tmp_path / f"{precision}.yaml").write_text(f"linear: {precision}\n")
+    main([str(tmp_path / "bf16.yaml"), str(tmp_path / "fp8.yaml")])
+    assert capsys.readouterr().out.splitlines()[2].split() == ["linear", "bf16", "fp8"]

@@ -102,8 +102,10 @@ def _name(path: Path) -> str:
 
 
 def _only_the_name(row: tuple, name_a: str, name_b: str) -> bool:
-    _, a, b = row
-    return isinstance(a, str) and isinstance(b, str) and a.replace(name_a, name_b) == b
+    """A path, or the arm's own name; any other value that happens to be a name (a precision, say) is a difference."""
+    key, a, b = row
+    named = isinstance(a, str) and ("/" in a or key.endswith(("jetrl.arm", "experiment_name")))
+    return named and isinstance(b, str) and a.replace(name_a, name_b) == b
 
 
 def main(argv: list[str] | None = None) -> None:
