@@ -154,7 +154,7 @@ def test_shards_of_gpus_are_read_and_written_without_one():
 
 def test_a_run_of_another_size_names_the_command(saved, tmp_path):
     """verl would look for files of its own number of processes, and say that one of them is missing."""
-    config = OmegaConf.create({"trainer": {"total_training_steps": 1, "nnodes": 1, "n_gpus_per_node": 1}})
+    config = OmegaConf.create({"trainer": {"total_training_steps": STEP + 1, "nnodes": 1, "n_gpus_per_node": 1}})
     arm = run.Arm(tmp_path, "jetrl", tmp_path / "my runs" / "jetrl", config, [])
     shutil.copytree(saved[2][0] / "qwen3", arm.folder / "checkpoints")
     with pytest.raises(SystemExit, match="was saved by 2 processes, this run has 1.*\n.*reshard .* --world-size 1") as stop:
