@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,9 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def trainer(model: Path, arm: str, **optimizer: object) -> Iterator[JetRLEngine]:
-    """The engine of ``arm`` on the checkpoint ``model``; ``optimizer``: fields of verl's ``FSDPOptimizerConfig``."""
+def trainer(model: Path, arm: str, settings: Mapping[str, object] | None = None, **optimizer: object) -> Iterator[JetRLEngine]:
+    """The engine of ``arm`` on the checkpoint ``model``; ``settings``: more fields of ``JetRLEngineConfig``, ``optimizer``:
+    fields of verl's ``FSDPOptimizerConfig``."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
@@ -71,7 +72,9 @@ def trainer(model: Path, arm: str, **optimizer: object) -> Iterator[JetRLEngine]
             enable_gradient_checkpointing=False,
             override_config={"attn_implementation": ATTENTION[machine()]},
         ),
-        JetRLEngineConfig(strategy="fsdp2", use_torch_compile=False, precision_flow=PrecisionFlow(linear=arm)),
+        JetRLEngineConfig(
+            strategy="fsdp2", use_torch_compile=False, precision_flow=PrecisionFlow(linear=arm), **(settings or {})
+        ),
         FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": 1, **optimizer}),
         CheckpointConfig(),
     )

@@ -543,23 +543,13 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(mesh, tmp_path):
         engine_of(None).load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["param_offload", "optimizer_offload", "offload_policy"])
-def test_offloading_is_refused_by_the_engine(setting):
-    engine = engine_of(None)
-    settings = dict(param_offload=False, optimizer_offload=False, offload_policy=False, forward_only=False)
-    for name, value in {**settings, setting: True}.items():
-        setattr(engine.engine_config, name, value)
-    with pytest.raises(ValueError, match=f"does not support fsdp_config.{setting}: set to false"):
-        engine._build_fsdp_module(nn.Linear(1, 1))
-
-
 def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     """What the engine builds is what these tests run on; the wrapper leaves the parameters alone."""
     from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
     model = make("qwen2")
     engine = engine_of(None)
-    config = dict(param_offload=False, optimizer_offload=False, offload_policy=False, forward_only=False)
+    config = dict(forward_only=False)
     for name, value in {**config, "resident_transposed": False, "rollout_tensor_parallel": 1}.items():
         setattr(engine.engine_config, name, value)
     from verl.jetrl.trainer.decoder import share_decoder
@@ -584,9 +574,9 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     torch.testing.assert_close(getattr(norm, "full_tensor", lambda: norm)(), total)
     clipped = torch.stack([p.grad.full_tensor().norm() for p in module.parameters()]).norm()
     torch.testing.assert_close(clipped, total / 2, rtol=1e-4, atol=0)
-    # A reference policy's arena belongs to nobody else, and it may be offloaded by name: nothing is.
+    # A reference policy's arena belongs to nobody else.
     reference = engine_of(None)
-    for name, value in {**config, "forward_only": True, "param_offload": True, "resident_transposed": False}.items():
+    for name, value in {**config, "forward_only": True, "resident_transposed": False}.items():
         setattr(reference.engine_config, name, value)
     model = make("qwen2")
     reference.decoder = Decoder(model.config)

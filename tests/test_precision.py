@@ -101,11 +101,7 @@ def test_flow_refuses(values, message):
     assert message in str(error.value)
 
 
-def test_flow_covers_the_linears_of_the_decoder_and_nothing_else():
-    flow = PrecisionFlow(linear="fp8")
-    assert all(flow.covers(f"model.layers.3.mlp.{name}") for name in LINEAR_MODULES)
-    assert not any(flow.covers(name) for name in ("lm_head", "model.embed_tokens", "model.layers.0.q_proj.lora_A", ""))
-    assert not PrecisionFlow().covers("model.layers.0.self_attn.q_proj"), "BF16 covers nothing"
+def test_flow_names_all_linears_of_the_decoder():
     PrecisionFlow(linear="fp8", modules=LINEAR_MODULES[::-1])  # in any order
     PrecisionFlow(linear="bf16", modules=["down_proj"])  # says nothing in BF16
 
@@ -120,6 +116,12 @@ def test_sequence_parallel_fp8_is_refused():
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
         JetRLEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2, precision_flow=PrecisionFlow(linear="fp8"))
     JetRLEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2)  # the same in BF16 is verl's affair
+
+
+def test_fp8_under_fsdps_own_offloading_is_refused():
+    with pytest.raises(ValueError, match="set param_offload=true and optimizer_offload=true instead"):
+        JetRLEngineConfig(strategy="fsdp2", offload_policy=True, precision_flow=PrecisionFlow(linear="fp8"))
+    JetRLEngineConfig(strategy="fsdp2", offload_policy=True)
 
 
 # --- preflight ------------------------------------------------------------------------------------------------------
@@ -161,6 +163,17 @@ BAD = [
         "jetrl-exact",
         ["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "actor_rollout_ref.rollout.temperature=0.7"],
         "logprobs_mode=raw_logprobs with precision_flow.exact=true",
+    ),
+    ("jetrl", ["actor_rollout_ref.model.use_remove_padding=false"], "model.use_remove_padding=False with"),
+    ("jetrl", ["actor_rollout_ref.model.enable_activation_offload=true"], "model.enable_activation_offload=True with"),
+    ("jetrl", ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "actor.ulysses_sequence_parallel_size=2 with"),
+    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.offload_policy=true"], "param_offload=true moves them; set it to false"),
+    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"], "the masters are FP32; set it to fp32"),
+    ("jetrl", ["actor_rollout_ref.actor.pad_to_length=true"], "actor.pad_to_length=True with"),
+    (
+        "jetrl",
+        ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.offload_policy=true"],
+        "actor_rollout_ref.ref.fsdp_config.offload_policy=True with",
     ),
     ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
     ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),

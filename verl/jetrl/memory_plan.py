@@ -43,6 +43,8 @@ UTILIZATION = "rollout.gpu_memory_utilization"
 CHECKPOINTING = "model.enable_gradient_checkpointing"
 TRANSPOSED = "actor.fsdp_config.resident_transposed"
 FUSED_ADAM = "actor.optim.override_optimizer_config.fused"
+PARAM_OFFLOAD = "actor.fsdp_config.param_offload"
+OPTIMIZER_OFFLOAD = "actor.fsdp_config.optimizer_offload"
 NO_SYNC = "actor.fsdp_config.use_no_sync_for_gradient_accumulation"
 RESHARD = "actor.fsdp_config.reshard_after_forward"
 BUCKET = "rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -204,8 +206,12 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
         return Item("trainer", name, nbytes, phases, setting or ("number of GPUs" if "/" in name else ""), estimate)
 
     yield item("CUDA context, NCCL", CONTEXT, estimate=True)
-    yield item(f"FP32 masters / {N}", 4 * P / N)
-    yield item(f"Adam moments / {N}", 8 * P / N, AFTER_START)
+    # Offloaded, verl brings masters and moments back for training, masters for the log-prob pass too.
+    training = (BACKWARD, STEP)
+    masters = (LOG_PROBS, *training) if _get(config, PARAM_OFFLOAD) else PHASES
+    yield item(f"FP32 masters / {N}", 4 * P / N, masters, PARAM_OFFLOAD)
+    moments = training if _get(config, OPTIMIZER_OFFLOAD) else AFTER_START
+    yield item(f"Adam moments / {N}", 8 * P / N, moments, OPTIMIZER_OFFLOAD)
     if not _get(config, FUSED_ADAM):
         yield item(f"Adam's temporary / {N}", 4 * P / N, (STEP,), FUSED_ADAM, estimate=True)
     yield item("largest parameter, whole", 4 * m.V * m.H, (START, UPDATE, STEP), estimate=True)
@@ -221,8 +227,8 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
             yield item("gradients on their way", 4 * max(LAYERS * m.of_layer, m.V * m.H), (BACKWARD,))
         if _get(config, "actor.use_kl_loss") or config.algorithm.use_kl_in_reward:
             transposed = m.of_linears if _get(config, "ref.fsdp_config.resident_transposed") else 0
-            reference = m.fp8_bytes + m.bf16_bytes + m.rope_bytes + transposed + 4 * P / N
-            yield item("reference: arena, masters", reference, PHASES, "actor.use_kl_loss")
+            reference = m.fp8_bytes + m.bf16_bytes + m.rope_bytes + transposed
+            yield item("reference: arena", reference, PHASES, "actor.use_kl_loss")
     else:  # FSDP2 gathers a layer, the next one, and embedding or head; it keeps a reference policy on the CPU
         gathered = 2 * (2 * m.of_layer + m.V * m.H) if _get(config, RESHARD) else 2 * P
         yield item("BF16 weights, gathered", gathered, (LOG_PROBS, BACKWARD), RESHARD, True)
@@ -359,7 +365,8 @@ def _shrink(m: Sizes, config: DictConfig, gpu: int) -> dict[str, object] | None:
     def plan() -> Plan:
         return make_plan(m, trial, gpu)
 
-    for key, value in (*((key, True) for key in SLEEP), (TRANSPOSED, False), (NO_SYNC, False), (CHECKPOINTING, True)):
+    offload = ((OPTIMIZER_OFFLOAD, True), (PARAM_OFFLOAD, True))
+    for key, value in (*((key, True) for key in SLEEP), (TRANSPOSED, False), (NO_SYNC, False), (CHECKPOINTING, True), *offload):
         if _get(config, key) is (not value) and plan().over:
             change(key, value)
     for phase in MICRO_BATCH:
@@ -416,12 +423,11 @@ def why_not(plan: Plan, m: Sizes, config: DictConfig) -> str:
 
 
 def plan_of(config: DictConfig, model: PretrainedConfig | None, gpu: int | None = None) -> tuple[Plan, Sizes] | None:
-    """The plan; None on the CPU, and for what it cannot count: other models, LoRA, a critic, offloading.
+    """The plan; None on the CPU, and for what it cannot count: other models, LoRA, a critic, FSDP2's own offloading.
 
     ``gpu``: bytes of a GPU; those of the smallest one here when None.
     """
-    uncounted = ("model.lora_rank", "model.lora.rank", "model.lora_adapter_path")
-    uncounted += tuple(f"actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy"))
+    uncounted = ("model.lora_rank", "model.lora.rank", "model.lora_adapter_path", "actor.fsdp_config.offload_policy")
     if config.trainer.device != "cuda" or model is None or model.model_type not in SUPPORTED_MODELS:
         return None
     if any(_get(config, key) for key in uncounted) or config.critic.enable or config.algorithm.adv_estimator == "gae":
@@ -475,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         text
         or f"no plan: actor_rollout_ref.model.path={model} must be the folder of a {', '.join(SUPPORTED_MODELS)} model, and "
-        "the run be without LoRA, critic and offloading\n",
+        "the run be without LoRA, critic and fsdp_config.offload_policy\n",
         end="",
     )
     return 0 if text else 2

@@ -52,10 +52,6 @@ class PrecisionFlow(BaseConfig):
     def fp8(self) -> bool:
         return self.linear == "fp8"
 
-    def covers(self, module_name: str) -> bool:
-        """Whether the linear layer called ``module_name`` (dotted) runs in FP8."""
-        return self.fp8 and module_name.rsplit(".", 1)[-1] in self.modules
-
 
 @dataclass
 class JetRLEngineConfig(FSDPEngineConfig):
@@ -71,6 +67,11 @@ class JetRLEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.precision_flow.fp8 and self.offload_policy and not self.forward_only:
+            raise ValueError(
+                "precision_flow.linear=fp8 does not support fsdp_config.offload_policy: FSDP2 holds none of its weights; set "
+                "param_offload=true and optimizer_offload=true instead"
+            )
         if self.precision_flow.fp8 and self.ulysses_sequence_parallel_size > 1:
             raise ValueError(
                 "precision_flow.linear=fp8 does not support ulysses_sequence_parallel_size > 1: "

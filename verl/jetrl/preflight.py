@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
@@ -237,6 +237,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
             found.append("LoRA with FP8 is not supported: set actor_rollout_ref.model.lora_rank=0")
     if (flow.fp8 or stock) and model is not None and model.model_type not in SUPPORTED_MODELS:
         found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
+    if flow.fp8:
+        found += _fp8_training(config)
     if flow.exact:
         found += _exact(actor_rollout_ref.rollout)
     # What every arm needs: its checks of precision flow and weights look into these parts.
@@ -254,6 +256,37 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     mode = config.trainer.v1.trainer_mode
     if mode != "sync" or not config.trainer.use_v1:
         found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
+    return found
+
+
+def _fp8_training(config: DictConfig) -> list[str]:
+    """Settings of verl's engine that the FP8 engine would ignore, or stop at in the first step."""
+    needed = {
+        "model.use_remove_padding": (True, "it trains on packed sequences"),
+        "model.enable_activation_offload": (False, "its layers are not Hugging Face's"),
+        "model.tiled_mlp.enabled": (False, "its layers are not Hugging Face's"),
+        "model.mtp.enable": (False, "it has no layers that predict several tokens"),
+    }
+    roles = ["actor"]
+    if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        roles.append("ref")
+    for role in roles:
+        needed |= {
+            f"{role}.pad_to_length": (False, "it runs any number of tokens"),
+            f"{role}.use_prefix_grouper": (False, "it attends to whole sequences"),
+            f"{role}.ulysses_sequence_parallel_size": (1, "sequences are not cut"),
+            f"{role}.fsdp_config.ulysses_sequence_parallel_size": (1, "sequences are not cut"),
+            f"{role}.fsdp_config.offload_policy": (False, "FSDP2 holds none of its weights; param_offload=true moves them"),
+            f"{role}.fsdp_config.model_dtype": ("fp32", "the masters are FP32"),
+            f"{role}.fsdp_config.dtype": ("bfloat16", "what is not FP8 is BF16"),
+        }
+    found = []
+    for key, (value, why) in needed.items():
+        actual = OmegaConf.select(config.actor_rollout_ref, key)
+        if actual is not None and actual != value:
+            found.append(
+                f"actor_rollout_ref.{key}={actual} with precision_flow.linear=fp8: {why}; set it to {str(value).lower()}"
+            )
     return found
 
 

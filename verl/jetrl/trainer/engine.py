@@ -62,15 +62,6 @@ class JetRLEngine(FSDPEngineWithLMHead):
         if not self.flow.fp8:
             return super()._build_fsdp_module(module)
         config = self.engine_config
-        unsupported = {
-            "param_offload": config.param_offload,
-            "optimizer_offload": config.optimizer_offload,
-            "offload_policy": config.offload_policy,
-        }
-        on = [name for name, value in unsupported.items() if value]
-        if on and not config.forward_only:
-            raise ValueError(f"precision_flow.linear=fp8 does not support fsdp_config.{', '.join(on)}: set to false")
-        self._is_offload_param = self._is_offload_optimizer = False
         self._autocast_dtype, self.scaler = torch.bfloat16, None
         device = torch.device(get_device_name(), get_device_id()) if get_device_name() != "cpu" else torch.device("cpu")
         shard_parameters(module, self.device_mesh, device)
@@ -83,6 +74,8 @@ class JetRLEngine(FSDPEngineWithLMHead):
         self.decoder.bind(arena)
         self.masters = Masters(module, self.decoder, arena, config.resident_transposed)
         self.masters.write()
+        if config.forward_only:
+            module.to("cpu")  # the masters of a reference policy are not read again
         return module
 
     # --- training -------------------------------------------------------------------------------------------------

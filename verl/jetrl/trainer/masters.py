@@ -62,11 +62,10 @@ class Masters:
     def quantized(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors of an arena entry from the masters: per part (FP8 bytes, scales), or (BF16, None)."""
         for name, _ in entry.parts:
-            parameter = self.parameters[name]
             if self.mesh.size() == 1 and entry.dtype == FP8:  # FP32 is rounded to BF16 while it is quantized
-                yield ops.quantize_blocks(parameter.to_local())
+                yield ops.quantize_blocks(self._here(name).to_local())
                 continue
-            full_NK = parameter.detach().to(torch.bfloat16).full_tensor()
+            full_NK = self._here(name).to(torch.bfloat16).full_tensor()
             yield ops.quantize_blocks(full_NK) if entry.dtype == FP8 else (full_NK, None)
 
     @torch.no_grad()
@@ -111,9 +110,9 @@ class Masters:
         differ in number, or a block of ``block`` rows would straddle two ranks, every rank gathers the BF16 rows and rounds
         them all.
         """
-        parameter, ranks = self.parameters[name], self.mesh.size(self._shards)
+        parameter, ranks = self._here(name), self.mesh.size(self._shards)
         if ranks > 1 and parameter.shape[0] % (ranks * block):
-            _round_into(targets, parameter.detach().to(torch.bfloat16).full_tensor())
+            _round_into(targets, parameter.to(torch.bfloat16).full_tensor())
             return
         mine = [target.chunk(ranks)[self.mesh.get_local_rank(self._shards)] for target in targets] if ranks > 1 else targets
         _round_into(mine, parameter.to_local())
@@ -121,6 +120,10 @@ class Masters:
             group = self.mesh.get_group(self._shards)
             for target, own in zip(targets, mine, strict=True):
                 yield dist.all_gather_into_tensor(_words(target), _words(own), group=group, async_op=True)
+
+    def _here(self, name: str) -> DTensor:
+        """A master on the arena's device, wherever offloading left it."""
+        return self.parameters[name].detach().to(self.arena.data.device)
 
     def _write_shards(self) -> None:
         """The scales of o and down once more, cut along K for a rollout on several GPUs."""
