@@ -124,14 +124,7 @@ def random_model(seed: int = 0, **config: object) -> nn.Module:
     torch.manual_seed(seed)
     values = SIZES | config
     made = AutoConfig.for_model(values.pop("model_type"), initializer_range=SIZES["hidden_size"] ** -0.5, **values)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return reference.shake(AutoModelForCausalLM.from_config(made, dtype=torch.float32))
 
 
 def trained_model() -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from verl.jetrl.arena import Arena, layout_of
-from verl.jetrl.model.decoder import Decoder
-from verl.jetrl.trainer import attention
-from verl.jetrl.trainer.decoder import share_decoder
-from verl.jetrl.trainer.masters import Masters, shard_parameters
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for scripts of the tests: benchmarks
+from benchmarks.reference import shake  # noqa: E402
+from verl.jetrl.arena import Arena, layout_of  # noqa: E402
+from verl.jetrl.model.decoder import Decoder  # noqa: E402
+from verl.jetrl.trainer import attention  # noqa: E402
+from verl.jetrl.trainer.decoder import share_decoder  # noqa: E402
+from verl.jetrl.trainer.masters import Masters, shard_parameters  # noqa: E402
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -37,13 +41,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, attn: str = attention.NA
     attention.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation=attn, dtype=torch.float32)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            # Hugging Face starts biases at zero and norms at one, where a lost one would not show.
-            if key.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    shake(model, norms=0.2)
     return model.to(dtype) if dtype != torch.float32 else model
 
 

@@ -114,12 +114,19 @@ def test_a_child_that_fails(children):
     assert len(children.processes) == 8
 
 
-def test_without_a_cache_the_kernels_are_compiled_here(children, monkeypatch):
-    ran = []
+def test_a_bare_process_fills_the_cache_that_it_will_read(children, monkeypatch, tmp_path):
+    """Without DG_JIT_CACHE_DIR, DeepGEMM's import sets where everything of the fork looks."""
     monkeypatch.delenv("DG_JIT_CACHE_DIR")
-    monkeypatch.setattr(precompile, "run", lambda jobs, device: ran.append((jobs, device)))
+    version = precompile.gemm.deep_gemm()
+
+    def imported():
+        monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "default"))
+        return version
+
+    monkeypatch.setattr(precompile.gemm, "deep_gemm", imported)
     precompile.precompile(JOBS, CPU)
-    assert ran == [(JOBS, CPU)] and not children.processes
+    assert list((tmp_path / "default").glob("*.compiled"))
+    assert {env["DG_JIT_CACHE_DIR"] for env in children.environments} == {str(tmp_path / "default")}
 
 
 def test_a_job_runs_the_rollouts_gemm(monkeypatch):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.reference import shake
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENIZER = ROOT / "recipes" / "tiny" / "model"
 COMMON = dict(num_hidden_layers=3, vocab_size=512, max_position_embeddings=8192)
@@ -37,13 +39,7 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     config = AutoConfig.for_model(request.param, **COMMON, **MODELS[request.param], bos_token_id=0, eos_token_id=1)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
+    made = shake(AutoModelForCausalLM.from_config(config, dtype=torch.float32), norms=0.3)
     assert any(name.endswith("bias") for name, _ in made.named_parameters()) == (request.param == "qwen2")
     made.save_pretrained(folder)
     for file in TOKENIZER.glob("*token*"):

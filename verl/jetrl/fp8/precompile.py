@@ -2,7 +2,7 @@
 
 DeepGEMM chooses a kernel by the number of rows and compiles it at its first use: 3 to 5 s each, in the middle of a rollout.
 One after the other they delay a first start by minutes, side by side by seconds.  The compiled kernels stay in
-``DG_JIT_CACHE_DIR``.  As a script: ``python -m verl.jetrl.fp8.precompile JOBS`` compiles a list of [kind, rows, N, K].
+``environment.KERNEL_CACHE``.  As a script: ``python -m verl.jetrl.fp8.precompile JOBS`` compiles a list of [kind, rows, N, K].
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from verl.jetrl.environment import KERNEL_CACHE
 from verl.jetrl.fp8 import gemm, ops
 
 Job = tuple[str, int, int, int]  # "fp8" or "bf16", rows, N, K
@@ -73,11 +74,8 @@ def precompile(jobs: list[Job], device: torch.device) -> None:
 
     Processes on one machine that ask for the same do it once.  Raises RuntimeError with the output of a process that failed.
     """
-    folder = os.environ.get("DG_JIT_CACHE_DIR")
-    if not folder:
-        return run(jobs, device)
     key = json.dumps([jobs, torch.cuda.get_device_name(device), gemm.deep_gemm().__version__])
-    done = Path(folder) / f"jetrl-{hashlib.sha256(key.encode()).hexdigest()[:16]}.compiled"
+    done = Path(os.environ[KERNEL_CACHE[0]]) / f"jetrl-{hashlib.sha256(key.encode()).hexdigest()[:16]}.compiled"
     done.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(done.with_suffix(".lock")):
         if done.exists():
