@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync bench-train bench-numerics bench-soak parity
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync bench-train bench-numerics bench-soak bench-exact parity
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -69,6 +69,9 @@ bench-train: setup ## training phase of FP8 and BF16 on one or two Hopper GPUs -
 
 bench-numerics: setup ## gradient errors and loss curves of FP8 and BF16, GPU or not -> numerics.json; ARGS="--grpo RUN --bf16 RUN RUN RUN"
 	$(PY) -m benchmarks.numerics $(ARGS)
+
+bench-exact: setup ## what exact mode costs and saves on a Hopper GPU -> benchmarks/results/exact.json
+	$(PY) -m benchmarks.exact $(ARGS)
 
 bench-soak: setup ## 300 GRPO steps of recipes/tiny watched for growing memory and open files -> benchmarks/results/soak.json
 	$(PY) -m benchmarks.soak $(ARGS)

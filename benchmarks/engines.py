@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import traces
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -56,6 +58,8 @@ def _options(kind: str, settings: Settings) -> dict[str, Any]:
         worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
         compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": settings.capture_sizes},
     )
+    if not torch.cuda.is_available():
+        options |= dict(enable_sleep_mode=False, enforce_eager=True, enable_chunked_prefill=False, compilation_config={})
     if settings.traces is not None:
         options["profiler_config"] = traces.profiler_config(settings.traces)
     if settings.splits is not None:

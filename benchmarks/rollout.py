@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import types
+from contextlib import closing
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -264,7 +265,18 @@ def measure(
     ours = arm.startswith("jetrl")
     traces = Path(tempfile.mkdtemp(prefix="jetrl-traces-"))
     options = replace(settings, exact=arm == "jetrl_exact", traces=traces)
-    engine = Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    with closing(Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})) as engine:
+        _measure(arm, engine, begun, trainer, quick, samples, asked)
+    if not asked:
+        samples.setdefault("profile", {})[arm] = kernel_times(traces, layers)
+    shutil.rmtree(traces)
+    print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def _measure(
+    arm: str, engine: Engine, begun: float, trainer: Trainer, quick: bool, samples: dict, asked: list[list[int]] | None
+) -> None:
+    ours = arm.startswith("jetrl")
     samples["start_seconds"][arm] = time.perf_counter() - begun
     repeats = 1 if asked else 2 if quick else 5 if ours else 3  # stock's takes seconds
     engine("sleep")
@@ -287,7 +299,7 @@ def measure(
         resident(trainer, False)
     samples["mismatch"][arm] = mismatch(trainer, engine, quick, asked or prompts(64, 128, 7))
     if asked:
-        return engine.close()
+        return
     for case, (count, length, tokens) in CASES.items():
         if quick:
             length, tokens = length // 8, tokens // 16
@@ -299,10 +311,6 @@ def measure(
             print(f"{arm:10} {case:4} {made / seconds:9.0f} tokens/s", flush=True)
     count, length, tokens = CASES["2k"]
     engine("profile", prompts(count, length + tokens // 2, 9), 2 * (PREFILL + STEPS))
-    engine.close()
-    samples.setdefault("profile", {})[arm] = kernel_times(traces, layers)
-    shutil.rmtree(traces)
-    print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 def rate(samples: dict, arm: str, case: str) -> float:
@@ -455,7 +463,7 @@ KEPT = {
 def provenance_of(command: str) -> dict[str, Any]:
     return {
         "command": command,
-        "device": torch.cuda.get_device_name(0),
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
         "versions": {name: metadata.version(name) for name in ("torch", "triton", "vllm", "verl", "transformers")},
     }
 
@@ -473,9 +481,13 @@ def write(args: argparse.Namespace, samples: dict) -> None:
     for name, figures in figures_of(samples).items():
         if not figures:
             continue
-        models = stored(args.out / f"{name}.json").get("models", {})
+        earlier = stored(args.out / f"{name}.json")
+        models = earlier.get("models", {})
         result = common | {"samples": {k: samples[k] for k in KEPT[name] if k in samples}, "figures": figures}
         result["models"] = models
+        if "cost" in earlier:  # of benchmarks.exact
+            result["cost"] = earlier["cost"]
+            figures |= earlier["cost"]["figures"]
         for model, part in models.items():
             figures |= figures_of_model(model, part["samples"])[name]
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
