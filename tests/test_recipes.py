@@ -64,12 +64,14 @@ def test_overrides_pass_through(root: Path, tmp_path: Path) -> None:
 
 
 def test_qwen3_8b_lists_everything_missing_and_stops(root: Path, tmp_path: Path) -> None:
+    """At once: nothing is downloaded for a run that cannot start."""
     env = {**os.environ, "JETRL_DEVICE": "cpu", "MATH_SOURCE": str(tmp_path / "nowhere")}
     command = [sys.executable, "-m", "verl.jetrl.run", str(root / "recipes/qwen3-8b"), "--runs", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 2
-    for missing in ("no CUDA GPU", "actor_rollout_ref.model.path", "MATH_SOURCE"):
+    for missing in ("no CUDA GPU", "actor_rollout_ref.model.path", "data.train_files", "prepare.py --out-dir"):
         assert missing in result.stderr, result.stderr
+    assert "making the data" not in result.stdout
     assert not (tmp_path / "qwen3-8b" / "bf16").exists()
 
 

@@ -384,9 +384,11 @@ def test_a_run_makes_the_missing_model_once(recipe: Path, monkeypatch: pytest.Mo
 
 def test_the_model_is_not_made_while_something_else_is_missing(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check(recipe, monkeypatch, "jetrl.least_gpu_memory_gb=78")
-    assert len(found) == 2 and "no CUDA GPU" in found[1] and "make.py --out-dir" in found[0]
+    assert "make.py --out-dir" in found[0] and "no CUDA GPU" in found[1]
+    assert len(found) == 4 and all("task.py --out-dir" in problem for problem in found[2:])
     found = check(recipe, monkeypatch, f"actor_rollout_ref.model.path={recipe}/typo")
-    assert len(found) == 1 and "no such folder" in found[0]
+    assert len(found) == 3 and "no such folder" in found[0]
+    assert not (recipe.parent / "runs/data").exists(), "nor is the data"
     assert not (recipe / "calls").exists()
 
 

@@ -102,7 +102,13 @@ def _data(config: DictConfig) -> list[str]:
     found = []
     for key, least in {"train_files": config.data.train_batch_size, "val_files": 1}.items():
         files = config.data[key]
-        found += _data_files(f"data.{key}", [files] if isinstance(files, str) else files or [], config.data.prompt_key, least)
+        files = [files] if isinstance(files, str) else files or []
+        problems_here = _data_files(f"data.{key}", files, config.data.prompt_key, least)
+        if config.jetrl.prepare and all(Path(file).parent == Path(config.jetrl.data_dir) for file in files):
+            script = f"{Path(config.jetrl.recipe_dir) / config.jetrl.prepare} --out-dir {config.jetrl.data_dir}"
+            how = f"{MISSING_DATA}. A run makes it once nothing else is missing, as does: {script}"
+            problems_here = [problem.replace(MISSING_DATA, how) for problem in problems_here]
+        found += problems_here
     if config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size:
         found.append(
             f"data.train_batch_size={config.data.train_batch_size} is not a multiple of "

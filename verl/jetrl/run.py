@@ -98,8 +98,8 @@ def results(runs: Path) -> str:
 
 
 def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
-    """Problems of all arms, each named once; what is missing is made when the recipe has a script for it: its data, then its
-    model if nothing else stands in the way."""
+    """Problems of all arms, each named once; what is missing is made when the recipe has a script for it and nothing else
+    stands in the way: its data, then its model."""
 
     def all_problems() -> list[str]:
         return list(dict.fromkeys(problem for config in configs.values() for problem in preflight.problems(config)))
@@ -116,7 +116,9 @@ def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
 
     found = all_problems()
     settings = next(iter(configs.values())).jetrl
-    if settings.prepare and any(preflight.MISSING_DATA in problem for problem in found):
+    made = (preflight.MISSING_DATA, preflight.MISSING_MODEL) if settings.prepare_model else (preflight.MISSING_DATA,)
+    only_to_make = all(any(missing in problem for missing in made) for problem in found)
+    if settings.prepare and only_to_make and any(preflight.MISSING_DATA in problem for problem in found):
         found = make("data", settings.prepare, settings.data_dir, preflight.MISSING_DATA)
     if found and all(preflight.MISSING_MODEL in problem for problem in found):
         found = make("model", settings.prepare_model, settings.model_dir, preflight.MISSING_MODEL)
