@@ -205,6 +205,7 @@ class Arm:
     def _supervise(self, segment: Path, first_step: int) -> int:
         self._status("running", started=time.time(), ended=None, error=None, shared_memory=[])
         log = self.folder / "log.txt"
+        print(f"{self.arm}: the first step takes minutes to reach; log: {log}", flush=True)
         previous = {s: signal.signal(s, _raise_stopped) for s in (signal.SIGINT, signal.SIGTERM)}
         state, error, code = "failed", None, 1
         child = None
