@@ -14,6 +14,7 @@ _COMMON = {
     "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray's default, 15, starves a run beside anything else on the machine
+    "RAY_task_events_max_num_task_in_gcs": "10000",  # Ray's record of past tasks: 100,000 take 400 MB
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its answer
