@@ -20,7 +20,7 @@ from decoder_cases import CPU, Trainer, config_of, make, same_bytes, trainer_of 
 
 from verl.jetrl import arena as arena_module  # noqa: E402
 from verl.jetrl import window  # noqa: E402
-from verl.jetrl.arena import ENGINE, SLOTS, Arena, LeaseError, WeightSyncError, layer_of, layout_of, linears_of, rows_of  # noqa: E402
+from verl.jetrl.arena import ALIGN, ENGINE, SLOTS, Arena, LeaseError, WeightSyncError, layer_of, layout_of, linears_of, rows_of  # noqa: E402
 from verl.jetrl.fp8.format import FP8  # noqa: E402
 from verl.jetrl.trainer import log_probs  # noqa: E402
 from verl.jetrl.trainer.decoder import share_decoder  # noqa: E402
@@ -28,8 +28,8 @@ from verl.jetrl.window import receive  # noqa: E402
 
 VOCABULARY, MICRO_BATCHES = 384, 2
 WHOLE = dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False)
-# Layers: more than places, an odd number; as many as places.
-CASES = {"qwen3": dict(WHOLE, num_hidden_layers=5), "qwen2": dict(WHOLE, num_hidden_layers=2)}
+# Layers: more than places; as many as places.
+CASES = {"qwen3": dict(WHOLE, num_hidden_layers=4), "qwen2": dict(WHOLE, num_hidden_layers=2)}
 
 
 def build(name: str, mesh, slots: int) -> Trainer:
@@ -40,7 +40,7 @@ def build(name: str, mesh, slots: int) -> Trainer:
 
 def tokens_of(rank: int, micro_batch: int) -> Tensor:
     """Each rank and micro-batch has another number of tokens."""
-    return (torch.arange(5 + 6 * rank + 3 * micro_batch) * (7 + rank) + 11 * micro_batch)[None] % VOCABULARY
+    return (torch.arange(5 + 2 * rank + 3 * micro_batch) * (7 + rank) + 11 * micro_batch)[None] % VOCABULARY
 
 
 def log_probs_of(trainer: Trainer, tokens: Tensor) -> Tensor:
@@ -143,7 +143,8 @@ def test_a_rank_keeps_its_own_rows(name, ranks):
     for rank in ranks:
         assert rank[name, "home"] == linears / 2 and rank[name, "rows"]
     layers = config.num_hidden_layers
-    assert layout_of(config).nbytes - slots.nbytes == linears * (layers - SLOTS) / layers
+    saved = layout_of(config).nbytes - slots.nbytes - linears * (layers - SLOTS) / layers
+    assert 0 <= saved < 8 * layers * ALIGN, "the padding of the layers without a place"
     if layers <= SLOTS:
         assert [e.offset for e in slots.entries] == [e.offset for e in layout_of(config).entries]
         assert slots.digest != layout_of(config).digest
@@ -152,7 +153,7 @@ def test_a_rank_keeps_its_own_rows(name, ranks):
 def test_every_rank_gathers_the_same_layers_in_the_same_order(ranks):
     """After a write: a forward pass, then forward and backward; the two layers that are there are not gathered again."""
     for rank in ranks:
-        assert rank["qwen3", "order"] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 2, 1, 0]
+        assert rank["qwen3", "order"] == [0, 1, 2, 3, 0, 1, 2, 3, 1, 0]
         assert rank["qwen2", "order"] == [0, 1]
 
 
@@ -160,7 +161,7 @@ def test_a_layers_place_is_not_taken_while_it_runs(mesh):
     """Also when layers are asked for in no order at all; and nothing old is read after a write."""
     trainer = build("qwen3", mesh, SLOTS)
     whole, places = build("qwen3", mesh, 0), trainer.masters.window
-    for layer in (0, 1, 2, 1, 0, 4, 4, 3, 0, 2, 4, 1):
+    for layer in (0, 1, 2, 1, 0, 3, 3, 2, 0, 2, 3, 1):
         places.ensure(layer)
         names = [entry.name for entry in whole.arena.layout.linears if layer_of(entry.name) == layer]
         assert len(names) == 8 and all(same_bytes(trainer.arena[name], whole.arena[name]) for name in names), layer
@@ -228,7 +229,7 @@ def test_an_update_arrives_and_the_next_one_too(sides):
         thread.join(30)
         assert sides.error is None and sides.control.served == sides.control.version
         whole[update] = {name: tensor.clone() for name, tensor in sides.own}
-        assert len(whole[update]) == 8 * 5
+        assert len(whole[update]) == 8 * 4
         if update == 2:  # of the same version: verl updates again after a validation that put the engine to sleep
             assert all(same_bytes(tensor, whole[1][name]) for name, tensor in whole[2].items())
             with torch.no_grad():

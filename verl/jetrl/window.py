@@ -61,7 +61,8 @@ class Window:
             layer = layer_of(entry.name)
             self._pairs += [[] for _ in range(layer + 1 - len(self._pairs))]
             parts = zip(arena.parts(entry.name), self.home.parts(entry.name), strict=True)
-            self._pairs[layer] += [(whole, own) for (_, whole), (_, own) in parts]
+            # .data: a place is written to while views of the same memory, norms and RoPE table, are saved for a backward.
+            self._pairs[layer] += [(whole.data, own) for (_, whole), (_, own) in parts]
         self._held: list[int | None] = [None] * SLOTS
         self._on_way: list[list[dist.Work]] = [[] for _ in range(SLOTS)]
         self._last = -1
