@@ -63,13 +63,18 @@ class Trainer(NamedTuple):
 
 
 def trainer_of(
-    model: nn.Module, mesh: DeviceMesh, resident_transposed: bool = False, rank: int | None = None, write: bool = True
+    model: nn.Module,
+    mesh: DeviceMesh,
+    resident_transposed: bool = False,
+    rank: int | None = None,
+    write: bool = True,
+    slots: int = 0,
 ) -> Trainer:
     """``model`` on the decoder as the engine sets it up; with a ``rank`` its arena is shared (needs JETRL_RUN)."""
     decoder = Decoder(model.config)
     share_decoder(model, decoder)
     shard_parameters(model, mesh, CPU)
-    layout = layout_of(model.config)
+    layout = layout_of(model.config, slots=slots)
     arena = Arena.private(layout, CPU) if rank is None else Arena.create(layout, CPU, rank)
     decoder.bind(arena)
     masters = Masters(model, decoder, arena, resident_transposed)

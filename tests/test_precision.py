@@ -118,6 +118,18 @@ def test_sequence_parallel_fp8_is_refused():
     JetRLEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2)  # the same in BF16 is verl's affair
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(arena="half"), "must be replicated or sharded"),
+        (dict(arena="sharded", resident_transposed=True), "resident_transposed=false"),
+    ],
+)
+def test_sharded_weights_are_refused_with_a_whole_copy(values, message):
+    with pytest.raises(ValueError, match=message):
+        JetRLEngineConfig(**values)
+
+
 def test_fp8_under_fsdps_own_offloading_is_refused():
     with pytest.raises(ValueError, match="set param_offload=true and optimizer_offload=true instead"):
         JetRLEngineConfig(strategy="fsdp2", offload_policy=True, precision_flow=PrecisionFlow(linear="fp8"))
@@ -174,6 +186,20 @@ BAD = [
         "jetrl",
         ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.offload_policy=true"],
         "actor_rollout_ref.ref.fsdp_config.offload_policy=True with",
+    ),
+    ("jetrl", ["actor_rollout_ref.actor.fsdp_config.arena=half"], "set it to replicated or sharded"),
+    (
+        "jetrl",
+        ["actor_rollout_ref.actor.fsdp_config.arena=sharded", "trainer.n_gpus_per_node=2"],
+        "arena=sharded: 2 ranks cannot each have whole blocks of 128 rows of every FP8 weight (q_proj has",
+    ),
+    (
+        "jetrl",
+        [
+            "actor_rollout_ref.actor.fsdp_config.arena=sharded",
+            "actor_rollout_ref.actor.fsdp_config.resident_transposed=true",
+        ],
+        "resident_transposed=true with arena=sharded",
     ),
     ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
     ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),

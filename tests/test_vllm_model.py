@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from decoder_cases import CPU, MODELS, TOKENS, config_of, make, trainer_of
+from decoder_cases import CPU, MODELS, TOKENS, Trainer, config_of, make, trainer_of
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl.jetrl import flow_check
-from verl.jetrl.arena import ENGINE, TRAINER, Arena, ArenaError, Control, LeaseError, handle_path, layout_of, read_handle
+from verl.jetrl.arena import (
+    ENGINE,
+    SLOTS,
+    TRAINER,
+    Arena,
+    ArenaError,
+    Control,
+    LeaseError,
+    handle_path,
+    layer_of,
+    layout_of,
+    read_handle,
+)
 from verl.jetrl.fp8 import format as ref
 from verl.jetrl.weights import compare
 
@@ -130,14 +143,27 @@ def load(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sides(load, mesh, owned):
-    """Trainer and vLLM's model on one arena."""
+    """Trainer and vLLM's model on one arena; with ``slots`` the model has weights of its own, which have not come yet."""
 
-    def sides(name: str):
-        trainer = trainer_of(make(name, attn=EXACT), mesh, rank=0)
+    def sides(name: str, slots: int = 0):
+        trainer = trainer_of(make(name, attn=EXACT), mesh, rank=0, slots=slots)
         owned.append(trainer.arena)
         return trainer, load(name)
 
     return sides
+
+
+def update(trainer: Trainer, model: nn.Module) -> None:
+    """What verl's weight update comes to: nothing, or with arena=sharded a stream to the worker."""
+    window = trainer.masters.window
+    if window is None:
+        return
+    window.updates += 1
+    with ThreadPoolExecutor(1) as worker:
+        received = worker.submit(model.take_weights, window.updates)
+        window.send(window.updates)
+        received.result(30)
+    assert trainer.arena.control.served == trainer.arena.control.version
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -150,20 +176,21 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_rollouts_logits_are_the_trainers_bit_for_bit(name, sides, monkeypatch):
+@pytest.mark.parametrize(("name", "slots"), [*((name, 0) for name in MODELS), ("qwen3", SLOTS)])
+def test_the_rollouts_logits_are_the_trainers_bit_for_bit(name, slots, sides, monkeypatch):
     """However the tokens are batched, and after an update, of which the engine is told nothing."""
-    trainer, model = sides(name)
+    trainer, model = sides(name, slots)
     assert type(model) is vllm_model.JetRLForCausalLM and not model.training
     logits = []
-    for update in range(2):
+    for number in range(2):
+        update(trainer, model)
         expected = trainer.model(TOKENS, use_cache=False).logits.detach()  # the pass that is differentiated
         for schedule in SCHEDULES.values():
             engine, got = Engine(model, monkeypatch), {0: [], 1: []}
             for batch in schedule:
                 for sequence, rows in engine.step(batch).items():
                     got[sequence].append(rows)
-            assert torch.equal(torch.stack([torch.cat(got[s]) for s in (0, 1)]), expected), update
+            assert torch.equal(torch.stack([torch.cat(got[s]) for s in (0, 1)]), expected), number
         logits.append(expected)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
@@ -186,13 +213,26 @@ def test_the_engine_allocates_nothing_of_the_models_size(name, sides):
     assert others < 1000, f"{others} bytes of buffers"
 
 
+def test_sharded_weights_are_nan_until_they_come(sides, monkeypatch):
+    """FP8 weights of the worker's own, in vLLM's pool; the rest is the trainer's.  Nothing can be served without them."""
+    trainer, model = sides("qwen3", SLOTS)
+    for key, parameter in model.named_parameters():
+        holder = model.own if key in model.own.layout else model.arena
+        assert holder.data.data_ptr() <= parameter.data_ptr() < holder.data.data_ptr() + holder.data.nbytes, key
+    assert all(linear.weight.float().isnan().all() for linear in model.linears()) and trainer.arena.control.served == 0
+    assert Engine(model, monkeypatch).step([(0, 12)])[0].isnan().all()
+    assert not list(model.buffers()) or sum(b.nbytes for b in model.buffers()) < 1000, "sleep copies buffers to the host"
+
+
+@pytest.mark.parametrize("slots", [0, SLOTS])
 @pytest.mark.parametrize("name", MODELS)
-def test_checks_of_a_running_engine(name, sides, monkeypatch):
+def test_checks_of_a_running_engine(name, slots, sides, monkeypatch):
     """Both sides describe the same precision and hash the same bytes; an update that does not arrive is named."""
     from verl.jetrl.rollout.worker_extension import JetRLWorkerExtension
     from verl.jetrl.trainer.engine import JetRLEngine
 
-    trainer, model = sides(name)
+    trainer, model = sides(name, slots)
+    update(trainer, model)
     worker, engine = object.__new__(JetRLWorkerExtension), object.__new__(JetRLEngine)
     worker.model_runner = types.SimpleNamespace(model=model)
     engine.engine_config = types.SimpleNamespace(precision_flow=server.PrecisionFlow(linear="fp8"))
@@ -206,8 +246,20 @@ def test_checks_of_a_running_engine(name, sides, monkeypatch):
         for parameter in trainer.model.parameters():
             parameter.mul_(-1.5)
     trainer.masters.write()
+    update(trainer, model)
     stale = compare(engine.weight_digests(), worker.jetrl_weight_digests())
     assert set(stale) == set(dict(trainer.arena))
+    monkeypatch.delenv("JETRL_FAULT")
+    trainer.masters.write()
+    if slots:  # a layer that is not gathered anew
+        layer = len(model.model.layers) - 1
+        trainer.masters.window._held[layer % SLOTS] = layer
+        update(trainer, model)
+        stale = compare(engine.weight_digests(), worker.jetrl_weight_digests())
+        assert set(stale) == {entry.name for entry in trainer.arena.layout.linears if layer_of(entry.name) == layer}
+        trainer.masters.window.forget()
+    update(trainer, model)
+    assert compare(engine.weight_digests(), worker.jetrl_weight_digests()) == []
 
 
 def written(family: str, rank: int) -> Arena:
@@ -468,6 +520,20 @@ def test_another_version_than_handed_over_is_refused(calls, control, version):
     assert calls == [] and control.holder == TRAINER
 
 
+def test_an_engine_with_weights_of_its_own_serves_what_it_has_taken(calls, tmp_path):
+    control = Control.create(str(tmp_path / "control"), sharded=True)
+    control.wrote()
+    one = server_of(control=control)
+    with pytest.raises(LeaseError, match=r"handed over version 1 of the weights, the engine has \[0\]"):
+        asyncio.run(one.take_weights(1, 4))
+    assert calls == [] and control.holder == TRAINER
+    control.serve(1)
+    asyncio.run(one.take_weights(1, 4))
+    assert control.holder == ENGINE
+    asyncio.run(one.sleep())
+    assert control.holder == TRAINER and control.served == 0, "sleep frees them"
+
+
 def test_the_other_arms_have_no_lease(calls):
     one = server_of("bf16")
     assert asyncio.run(one.generate()) == "output" and one.controls == []
@@ -508,6 +574,7 @@ def test_what_the_server_asks_of_vllm(monkeypatch, owned):
         server_of(linear)._preprocess_engine_kwargs(kwargs)
         assert kwargs == wanted
     path = handle_path(0)
+    assert read_handle(0)["rollout_nbytes"] == owned[0].layout.nbytes
     path.write_text(json.dumps(read_handle(0) | {"gpu_nbytes": owned[0].layout.nbytes * 4}))
     for asked, beside in ((0.6, 0.35), (0.25, None)):
         one = server_of()

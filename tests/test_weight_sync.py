@@ -256,6 +256,55 @@ def test_written_weights_are_handed_over_and_not_sent(monkeypatch, has_server):
     assert handed == ([(5, 3)] if has_server else [])
 
 
+@pytest.mark.parametrize("has_server", [True, False])
+def test_sharded_weights_are_streamed_before_they_are_handed_over(monkeypatch, has_server):
+    """One rank calls all workers of the replica to receive; every rank sends to its own."""
+    from verl.jetrl.arena import ENGINE, TRAINER
+    from verl.jetrl.trainer.engine import WrittenWeights
+
+    calls = []
+
+    async def take_weights(*arguments) -> None:
+        calls.append(arguments)
+
+    async def execute(self, method, non_block, args):
+        calls.append((method, non_block, *args))
+        return take_weights() if has_server else None
+
+    one = object.__new__(adapter.JetRLServerAdapter)
+    monkeypatch.setattr(adapter.JetRLServerAdapter, "_ensure_server_handle", lambda self: has_server)
+    monkeypatch.setattr(adapter.JetRLServerAdapter, "_execute_method", execute)
+    one.server_handle = SimpleNamespace(take_weights=SimpleNamespace(remote=take_weights))
+    control = SimpleNamespace(holder=TRAINER)
+    window = SimpleNamespace(updates=7, arena=SimpleNamespace(control=control), send=lambda n, watch: calls.append(("send", n)))
+    asyncio.run(one.update_weights(WrittenWeights(5, window), global_steps=3))
+    sent = [("jetrl_take_weights", True, 8), ("send", 8)]
+    assert calls == sent + ([(), (5, 3)] if has_server else [])
+    control.holder = ENGINE  # an engine that was not put to sleep has them
+    asyncio.run(one.update_weights(WrittenWeights(5, window), global_steps=4))
+    assert calls[4 if has_server else 2 :] == ([(5, 4)] if has_server else [])
+
+
+def test_what_a_worker_raises_ends_the_stream(monkeypatch):
+    def broken(handle: str) -> None:
+        raise RuntimeError("no model is loaded in this worker")
+
+    receiver = Receiver(broken, "")
+    receiver.thread.join()
+
+    async def execute(self, *arguments, **options):
+        return receiver
+
+    def send(update, watch) -> None:
+        watch()
+
+    one = object.__new__(adapter.JetRLServerAdapter)
+    monkeypatch.setattr(adapter.JetRLServerAdapter, "_execute_method", execute)
+    window = SimpleNamespace(updates=0, arena=SimpleNamespace(control=SimpleNamespace(holder=0)), send=send)
+    with pytest.raises(RuntimeError, match="no model is loaded"):
+        asyncio.run(one._stream(window))
+
+
 def test_a_refused_hand_over_is_raised(monkeypatch):
     from verl.jetrl.arena import LeaseError
     from verl.jetrl.trainer.engine import WrittenWeights

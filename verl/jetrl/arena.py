@@ -16,6 +16,9 @@ norms, biases, embedding, head  bfloat16; no head where it is tied to the embedd
 ``rope.table``                  float32 (positions, head_dim): cosines, then sines
 ==============================  ============================================================================
 
+With ``fsdp_config.arena=sharded`` the FP8 weights and scales of all layers do not lie in it: it has :data:`SLOTS` places for
+those of one layer, and layer i has place ``i % SLOTS`` (:mod:`verl.jetrl.window`).
+
 Beside it lies a small control block in shared memory: the version of the weights, and the *lease*, which says who may
 use them.  The engine holds the lease while it generates, the trainer while it trains; each side checks before it acts.
 """
@@ -27,8 +30,9 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -39,6 +43,7 @@ from transformers import PretrainedConfig
 
 from verl.jetrl.environment import RUN_ID, run_tmp
 from verl.jetrl.fp8.format import BLOCK, FP8, Quantized, groups
+from verl.jetrl.processes import alive
 from verl.jetrl.weights import FUSED
 
 ALIGN = 256  # bytes; TMA wants 16, cuBLASLt 256 for its fastest kernels
@@ -48,8 +53,12 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 SCALE = "weight_scale_inv"
 TRAINER, ENGINE = 0, 1
 HOLDERS = {TRAINER: "trainer", ENGINE: "engine"}
-_MAGIC = 0x4A65_7452_4C31  # "JetRL1"
-_WORDS = ("magic", "version", "holder", "trainer_pid")
+SLOTS = 2  # layers whose FP8 weights an arena holds at a time with arena=sharded: one that runs, the next one on its way
+# Longest silence of the other side during a weight update, in seconds.
+DEADLINE_S = float(os.environ.get("JETRL_WEIGHT_SYNC_DEADLINE_S", "45"))
+_MAGIC = 0x4A65_7452_4C32  # "JetRL2"
+_SHAKE = tuple(f"{word}{slot}" for word in ("ready", "taken") for slot in range(SLOTS))
+_WORDS = ("magic", "version", "holder", "trainer_pid", "engine_pid", "sharded", "loaded", *_SHAKE)
 
 
 class ArenaError(RuntimeError):
@@ -58,6 +67,10 @@ class ArenaError(RuntimeError):
 
 class LeaseError(RuntimeError):
     """One side used the weights while the other side held them."""
+
+
+class WeightSyncError(RuntimeError):
+    """A weight update did not reach the rollout."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +90,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies; the same on both sides, made from the model's configuration alone."""
+    """Where each tensor lies; the same on both sides, made from the model's configuration alone.
+
+    ``slots``: layers whose FP8 weights and scales have memory at a time, so that others share their offsets; 0: all.
+    """
 
     entries: tuple[Entry, ...]
+    slots: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +106,7 @@ class Layout:
     @property
     def digest(self) -> str:
         """Hash of all names, types, shapes and offsets."""
-        return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.entries, self.slots)).encode()).hexdigest()[:16]
 
     def __getitem__(self, name: str) -> Entry:
         return self._by_name[name]
@@ -106,16 +123,22 @@ class Layout:
         """The entries that the trainer has parameters for: no scales, no RoPE table."""
         return (entry for entry in self.entries if entry.parts and not entry.name.endswith(SCALE))
 
+    @property
+    def linears(self) -> Iterator[Entry]:
+        """The FP8 weights and their scales."""
+        return (entry for entry in self.entries if entry.dtype == FP8 or entry.name.endswith(SCALE))
+
     def bytes_of(self, kind: str) -> int:
         """Bytes of the ``"fp8"`` weights with their scales, or of the ``"bf16"`` tensors (the RoPE table counted there)."""
-        fp8 = sum(e.nbytes for e in self.entries if e.dtype == FP8 or e.name.endswith(SCALE))
+        fp8 = sum(e.nbytes for e in self.linears)
         return fp8 if kind == "fp8" else sum(e.nbytes for e in self.entries) - fp8
 
 
-def layout_of(config: PretrainedConfig, tensor_parallel: int = 1) -> Layout:
+def layout_of(config: PretrainedConfig, tensor_parallel: int = 1, slots: int = 0) -> Layout:
     """The layout for a Qwen3, Qwen2.5 or Llama configuration whose linear layers are all FP8.
 
     ``tensor_parallel``: over how many GPUs the rollout cuts each layer; every GPU holds the whole arena all the same.
+    ``slots``: see :class:`Layout`.
     """
     T = tensor_parallel
     _check_tensor_parallel(config, T)
@@ -156,11 +179,55 @@ def layout_of(config: PretrainedConfig, tensor_parallel: int = 1) -> Layout:
     if not config.tie_word_embeddings:
         bf16("lm_head.weight", V, H)
     specs.append((ROPE, torch.float32, (config.max_position_embeddings, D), ()))
-    entries, offset = [], 0
-    for name, dtype, shape, parts in specs:
-        entries.append(Entry(name, dtype, shape, offset, parts))
-        offset += -(-entries[-1].nbytes // ALIGN) * ALIGN
-    return Layout(tuple(entries))
+    return _packed((Entry(name, dtype, shape, 0, parts) for name, dtype, shape, parts in specs), slots)
+
+
+def _packed(entries: Iterable[Entry], slots: int = 0) -> Layout:
+    """One tensor behind the other; with ``slots`` the linears of layer i where those of layer ``i % slots`` lie."""
+    placed, offset = [], 0
+    shared: dict[str, int] = {}
+    for entry in entries:
+        place = entry.name
+        if slots and (entry.dtype == FP8 or entry.name.endswith(SCALE)):
+            layer = layer_of(entry.name)
+            place = entry.name.replace(f".{layer}.", f".{layer % slots}.", 1)
+        at = shared.setdefault(place, offset)
+        placed.append(replace(entry, offset=at))
+        if at == offset:
+            offset += -(-entry.nbytes // ALIGN) * ALIGN
+    return Layout(tuple(placed), slots)
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer that an entry called ``model.layers.3...`` belongs to."""
+    return int(name.split(".")[2])
+
+
+def linears_of(layout: Layout) -> Layout:
+    """The FP8 weights of all layers with their scales (those cut along K too) alone: what an engine owns with arena=sharded."""
+    shards = {entry.name for entry in layout.entries if entry.name.endswith(SHARDS)}
+    kept = {entry.name for entry in layout.linears} | shards
+    return _packed(entry for entry in layout.entries if entry.name in kept)
+
+
+def rows_of(layout: Layout, ranks: int) -> Layout:
+    """The FP8 weights and scales of all layers, of each part the rows that one of ``ranks`` ranks has.
+
+    Raises ValueError where those are not whole blocks of rows: the bytes of a block need the whole block.
+    """
+    parts = [part for entry in layout.linears if entry.dtype == FP8 for part in entry.parts]
+    wrong = dict.fromkeys(f"{name.split('.')[-2]} has {n} rows" for name, n in parts if ranks > 1 and n % (ranks * BLOCK))
+    if wrong:
+        raise ValueError(
+            f"actor_rollout_ref.actor.fsdp_config.arena=sharded: {ranks} ranks cannot each have whole blocks of {BLOCK} rows "
+            f"of every FP8 weight ({', '.join(wrong)}). Use arena=replicated, or another number of GPUs (fsdp_size)."
+        )
+
+    def share(entry: Entry) -> Entry:
+        parts = tuple((name, n // ranks) for name, n in entry.parts)
+        return replace(entry, shape=(entry.shape[0] // ranks, *entry.shape[1:]), parts=parts)
+
+    return _packed(map(share, layout.linears))
 
 
 def _check_tensor_parallel(config: PretrainedConfig, T: int) -> None:
@@ -193,18 +260,23 @@ def biases(config: PretrainedConfig) -> tuple[bool, bool]:
 
 
 class Control:
-    """The control block: four int64 words in shared memory, mapped by the trainer, the server and vLLM's workers."""
+    """The control block: int64 words in shared memory, mapped by the trainer, the server and vLLM's workers.
+
+    With arena=sharded the engine has weights of its own, which come layer by layer through the slots: ``loaded`` is their
+    version (0: none), ``ready`` and ``taken`` of a slot say how far the trainer and the engine are.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._words = torch.from_file(path, shared=True, size=len(_WORDS), dtype=torch.int64)
 
     @classmethod
-    def create(cls, path: str) -> Control:
+    def create(cls, path: str, sharded: bool = False) -> Control:
         _reserve(path, 8 * len(_WORDS))
         control = cls(path)
-        for word, value in zip(_WORDS, (_MAGIC, 0, TRAINER, os.getpid()), strict=True):
-            control._set(word, value)
+        values = {"magic": _MAGIC, "holder": TRAINER, "trainer_pid": os.getpid(), "sharded": sharded}
+        for word in _WORDS:
+            control._set(word, int(values.get(word, 0)))
         return control
 
     @classmethod
@@ -248,6 +320,52 @@ class Control:
         self.require(TRAINER, "a weight update")
         self._set("version", self.version + 1)
 
+    # --- the engine's own weights, with arena=sharded ---------------------------------------------------------------
+
+    @property
+    def served(self) -> int:
+        """Version of the weights that the engine computes with: the arena's, or that of its own; 0: none."""
+        return self._get("loaded") if self._get("sharded") else self.version
+
+    def serve(self, version: int) -> None:
+        """The engine's own weights are those of ``version``; 0: they are gone."""
+        self._set("loaded", version)
+
+    def enter(self) -> None:
+        """This process is the engine's worker."""
+        self._set("engine_pid", os.getpid())
+
+    def signal(self, word: str, layer: int, update: int) -> None:
+        """Says that ``layer`` is "ready" in its slot, or was "taken" from there, in weight update number ``update``."""
+        self._set(f"{word}{layer % SLOTS}", _ticket(layer, update))
+
+    def wait(self, word: str, layer: int, update: int, watch: Callable[[], None] | None = None) -> None:
+        """Returns once the other side has signalled so.  ``watch`` is called meanwhile, and may raise.
+
+        Raises :class:`WeightSyncError` when the other side's process has ended, or is silent for ``DEADLINE_S``.
+        """
+        side, what = ("trainer", "sent") if word == "ready" else ("engine", "taken")
+        started = looked = time.monotonic()
+        while self._get(f"{word}{layer % SLOTS}") != _ticket(layer, update):
+            now = time.monotonic()
+            if now - looked > 0.2:
+                looked, pid = now, self._get(f"{side}_pid")
+                if watch is not None:
+                    watch()
+                if pid and not alive(pid):
+                    raise WeightSyncError(f"the {side}'s process {pid} ended before it had {what} the weights of layer {layer}")
+            if now - started > DEADLINE_S:
+                raise WeightSyncError(
+                    f"the {side} had not {what} the weights of layer {layer} within {DEADLINE_S:.0f} s of a weight update "
+                    "(JETRL_WEIGHT_SYNC_DEADLINE_S sets the limit)"
+                )
+            time.sleep(0.0002)
+
+
+def _ticket(layer: int, update: int) -> int:
+    """No word of an earlier update is taken for one of this."""
+    return (update << 16) + layer + 1
+
 
 class Arena:
     """The tensors of one arena.  :meth:`create` in the trainer, :meth:`attach` in vLLM's worker."""
@@ -269,6 +387,9 @@ class Arena:
         if os.path.exists(control_path):
             raise ArenaError(f"this process already has a weight arena of rank {rank} ({control_path}): close it first")
         handle = {"layout": layout.digest, "nbytes": layout.nbytes, "control": control_path, "device": _device_id(device)}
+        handle["slots"] = layout.slots
+        # What of it is the rollout's weights: with slots the engine has the FP8 weights itself.
+        handle["rollout_nbytes"] = layout.bytes_of("bf16") if layout.slots else layout.nbytes
         path = handle_path(rank)
         partial = path.with_suffix(".partial")
         owned = (control_path, data_path, str(path))
@@ -281,7 +402,7 @@ class Arena:
                 _reserve(data_path, layout.nbytes)
                 data = _map(data_path, layout.nbytes)
                 handle["shm"] = data_path
-            control = Control.create(control_path)
+            control = Control.create(control_path, sharded=layout.slots > 0)
             partial.write_text(json.dumps(handle))
             partial.chmod(0o600)
             os.replace(partial, path)
@@ -330,6 +451,14 @@ class Arena:
         entry = self.layout[name]
         return list(zip([part for part, _ in entry.parts], self[name].split([n for _, n in entry.parts]), strict=True))
 
+    def cut_scales(self) -> None:
+        """Writes the scales of o and down once more, cut along K for a rollout on several GPUs."""
+        for entry in self.layout.entries:
+            owner, _, kind = entry.name.rpartition(".")
+            if kind == SHARDS:
+                T, N, _ = entry.shape
+                self[entry.name].copy_(self[f"{owner}.{SCALE}"].view(N, T, -1).transpose(0, 1))
+
     def close(self) -> None:
         """Removes the owner's files; mappings stay valid until they are dropped."""
         for path in self._owned:
@@ -358,9 +487,9 @@ def read_handle(rank: int) -> dict:
 
 
 def share_of_gpu(rank: int) -> float:
-    """The arena's share of the memory of the GPU it lies on; 0 without a GPU."""
+    """The share of a GPU's memory that the rollout's weights in the arena on it take; 0 without a GPU."""
     handle = read_handle(rank)
-    return handle["nbytes"] / handle["gpu_nbytes"] if "gpu_nbytes" in handle else 0.0
+    return handle["rollout_nbytes"] / handle["gpu_nbytes"] if "gpu_nbytes" in handle else 0.0
 
 
 def control_of(rank: int) -> Control:

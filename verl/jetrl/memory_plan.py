@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
-from verl.jetrl.arena import ROPE, Entry, has_qk_norm, head_dim, layout_of
+from verl.jetrl.arena import ROPE, SLOTS, Entry, has_qk_norm, head_dim, layout_of
 from verl.jetrl.compose import RecipeError, compose
 from verl.jetrl.fp8.format import FP8
 from verl.jetrl.precision import SUPPORTED_MODELS
@@ -39,6 +39,7 @@ START, UPDATE, ROLLOUT, LOG_PROBS, BACKWARD, STEP = PHASES = ("start", "update",
 AFTER_START = PHASES[1:]
 
 ROOT = "actor_rollout_ref."
+ARENA = "actor.fsdp_config.arena"
 UTILIZATION = "rollout.gpu_memory_utilization"
 CHECKPOINTING = "model.enable_gradient_checkpointing"
 TRANSPOSED = "actor.fsdp_config.resident_transposed"
@@ -136,6 +137,10 @@ def _fp8(config: DictConfig) -> bool:
     return _get(config, "actor.fsdp_config.precision_flow.linear") == "fp8"
 
 
+def _sharded(config: DictConfig) -> bool:
+    return _fp8(config) and _get(config, ARENA) == "sharded"
+
+
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +221,11 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
         yield item(f"Adam's temporary / {N}", 4 * P / N, (STEP,), FUSED_ADAM, estimate=True)
     yield item("largest parameter, whole", 4 * m.V * m.H, (START, UPDATE, STEP), estimate=True)
     if _fp8(config):
-        yield item("arena: FP8 weights, scales", m.fp8_bytes)
+        if _sharded(config):
+            yield item(f"FP8 weights, scales: own rows / {N}", m.fp8_bytes / N, PHASES, ARENA)
+            yield item(f"arena: FP8 weights of {SLOTS} layers", SLOTS * m.fp8_bytes / m.layers, PHASES, ARENA)
+        else:
+            yield item("arena: FP8 weights, scales", m.fp8_bytes, PHASES, ARENA)
         yield item("arena: BF16 rest, RoPE table", m.bf16_bytes + m.rope_bytes)
         if _get(config, TRANSPOSED):
             yield item("transposed FP8 weights", m.of_linears, PHASES, TRANSPOSED)
@@ -243,18 +252,19 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
 def _engine(m: Sizes, config: DictConfig, gpu: int) -> Iterator[Item]:
     """vLLM takes ``gpu_memory_utilization`` of the whole GPU; the KV cache is what weights, activations and graphs leave.
 
-    The arena counts as the rollout's weights, though the trainer allocates it.
+    What of the rollout's weights lies in the arena counts for vLLM, though the trainer allocates it.
     """
     rollout = config.actor_rollout_ref.rollout
     sleeps = all(_get(config, key) is not False for key in SLEEP)
-    weights = 0 if _fp8(config) else m.fp8_bytes + m.bf16_bytes if rollout.quantization else 2 * m.parameters
+    own = m.fp8_bytes if _sharded(config) else 0
+    weights = own if _fp8(config) else m.fp8_bytes + m.bf16_bytes if rollout.quantization else 2 * m.parameters
     # vLLM's profile_run: one MLP, then logits, probabilities and a sorted copy in FP32.
     work = rollout.max_num_batched_tokens * (6 * m.I + 8 * m.H) + rollout.max_num_seqs * m.V * 12
     graphs = 0 if rollout.enforce_eager else GRAPHS
     counted = m.fp8_bytes + m.bf16_bytes + m.rope_bytes if _fp8(config) else weights
     kv = max(0.0, rollout.gpu_memory_utilization * gpu - counted - work - graphs)
     awake = (START, ROLLOUT) if sleeps else PHASES
-    name = "weights: the arena's" if _fp8(config) else "weights"
+    name = "weights" if not _fp8(config) else "FP8 weights; the rest is the arena's" if own else "weights: the arena's"
     yield Item("vLLM", "CUDA context, NCCL", CONTEXT, estimate=True)
     yield Item("vLLM", name, weights, (START, UPDATE, ROLLOUT) if sleeps else PHASES)
     yield Item("vLLM", "activations", work, awake, "rollout.max_num_batched_tokens", True)

@@ -58,15 +58,25 @@ class JetRLEngineConfig(FSDPEngineConfig):
     """verl's FSDP engine configuration with the precision of the linear layers.
 
     ``resident_transposed``: keep the transposed FP8 weights for the input gradient (one more byte per parameter) instead of
-    making them for each use.  ``rollout_tensor_parallel``: the rollout's ``tensor_model_parallel_size``.
+    making them for each use.  ``rollout_tensor_parallel``: the rollout's ``tensor_model_parallel_size``.  ``arena``:
+    "replicated", every GPU holds all FP8 weights and shares them with the rollout; or "sharded", each trainer process keeps its
+    own rows and gathers a layer before it runs, and the rollout has FP8 weights of its own (:mod:`verl.jetrl.window`).
     """
 
     precision_flow: PrecisionFlow = field(default_factory=PrecisionFlow)
     resident_transposed: bool = False
     rollout_tensor_parallel: int = 1
+    arena: str = "replicated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.arena not in ("replicated", "sharded"):
+            raise ValueError(f"fsdp_config.arena is {self.arena!r}; it must be replicated or sharded")
+        if self.arena == "sharded" and self.resident_transposed:
+            raise ValueError(
+                "fsdp_config.resident_transposed=true keeps a whole copy of the weights, which arena=sharded avoids: "
+                "set actor_rollout_ref.actor.fsdp_config.resident_transposed=false"
+            )
         if self.precision_flow.fp8 and self.offload_policy and not self.forward_only:
             raise ValueError(
                 "precision_flow.linear=fp8 does not support fsdp_config.offload_policy: FSDP2 holds none of its weights; set "

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl.jetrl import memory_plan, patching
-from verl.jetrl.arena import layout_of
+from verl.jetrl.arena import layout_of, rows_of
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
 
 GB = 2**30
@@ -245,6 +245,7 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
     if flow.fp8:
         found += _fp8_training(config)
+        found += _arena(config, model)
     if flow.exact:
         found += _exact(actor_rollout_ref.rollout)
     # What every arm needs: its checks of precision flow and weights look into these parts.
@@ -293,6 +294,27 @@ def _fp8_training(config: DictConfig) -> list[str]:
             found.append(
                 f"actor_rollout_ref.{key}={actual} with precision_flow.linear=fp8: {why}; set it to {str(value).lower()}"
             )
+    return found
+
+
+def _arena(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    if fsdp.arena not in ("replicated", "sharded"):
+        return [f"actor_rollout_ref.actor.fsdp_config.arena={fsdp.arena}: set it to replicated or sharded"]
+    if fsdp.arena == "replicated":
+        return []
+    found = []
+    if fsdp.resident_transposed:
+        found.append(
+            "actor_rollout_ref.actor.fsdp_config.resident_transposed=true with arena=sharded: it keeps a whole copy of the "
+            "weights; set it to false"
+        )
+    if model is not None and model.model_type in SUPPORTED_MODELS:
+        ranks = fsdp.fsdp_size if fsdp.fsdp_size > 0 else config.trainer.nnodes * config.trainer.n_gpus_per_node
+        try:
+            rows_of(layout_of(model), ranks)
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 

@@ -30,12 +30,13 @@ def of_run(run_id: str) -> list[psutil.Process]:
                 found |= {p.pid: p for p in (process, *process.children(recursive=True))}
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # ended while we looked, or not ours
-    return [p for p in found.values() if p.pid != os.getpid() and _alive(p)]
+    return [p for p in found.values() if p.pid != os.getpid() and alive(p.pid)]
 
 
-def _alive(process: psutil.Process) -> bool:
+def alive(pid: int) -> bool:
+    """Whether process ``pid`` runs; one that has ended and waits for its parent does not."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

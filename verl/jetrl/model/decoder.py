@@ -11,6 +11,7 @@ autograd functions of :mod:`verl.jetrl.model.autograd`, so both give the same bi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class Fp8Linear(nn.Module):
     """A fused linear layer: ``weight`` (N, K) FP8, block scales of its parts, BF16 ``bias`` (N,) or None.
 
     ``main_grad`` (N, K) and ``bias_grad`` (N,): FP32 accumulators of the trainer, or their sinks.  ``transposed``: per part
-    the bytes for dgrad, kept (then whoever writes the arena refreshes them) or, when None, made for each use.
+    the bytes for dgrad, kept (then whoever writes the arena refreshes them) or, when None, made for each use.  ``ensure``
+    brings the weights where they are not there at all times, and is called before each use (:mod:`verl.jetrl.window`).
 
     The rollout may run a slice of the layer, as views: ``columns`` = (rank, T) computes the rank's share of every part's
     rows; ``shard`` = (rank, T, scales) multiplies the rank's share of K, and ``reduce`` adds the ranks' results.
@@ -61,6 +63,7 @@ class Fp8Linear(nn.Module):
     main_grad: Tensor | autograd.GradientSink | None = None
     bias_grad: Tensor | autograd.GradientSink | None = None
     transposed: list[Tensor] | None = None
+    ensure: Callable[[], None] | None = None
     columns: tuple[int, int] | None = None
     shard: tuple[int, int, Tensor] | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
@@ -75,6 +78,8 @@ class Fp8Linear(nn.Module):
     @property
     def parts(self) -> list[Quantized]:
         """The separately quantized parts; one where the blocks line up."""
+        if self.ensure is not None:
+            self.ensure()
         scale = getattr(self, SCALE)
         if self.columns is not None:
             blocks = [groups(n) for n in self.rows]
@@ -173,6 +178,9 @@ class DecoderLayer(nn.Module):
                 self.tap(operator, rows, positions_M)
         return out_MH, residual_MH
 
+    def linears(self) -> list[Fp8Linear]:
+        return [module for module in self.modules() if isinstance(module, Fp8Linear)]
+
 
 class Body(nn.Module):
     """Embedding, layers and final norm; ``rope``: the table of :func:`verl.jetrl.model.rope.rope_table`, set by ``bind``."""
@@ -213,10 +221,10 @@ class Decoder(nn.Module):
         tied = config.tie_word_embeddings
         self.lm_head = self.model.embed_tokens if tied else Weight(config.vocab_size, config.hidden_size)
 
-    def bind(self, arena: Arena) -> None:
-        """Makes every parameter a view of the arena."""
+    def bind(self, arena: Arena, *others: Arena) -> None:
+        """Makes every parameter a view of the arena, or of the last of ``others`` that has it too."""
         own, bound = dict(self.named_parameters()), set()
-        for name, tensor in arena:
+        for name, tensor in chain(arena, *others):
             if name not in own:
                 raise ValueError(f"the arena has {name}, the model does not")
             expected = own[name]
@@ -245,7 +253,7 @@ class Decoder(nn.Module):
             layer.self_attn.qkv_proj.columns = layer.mlp.gate_up_proj.columns = rank, T
 
     def linears(self) -> list[Fp8Linear]:
-        return [module for module in self.modules() if isinstance(module, Fp8Linear)]
+        return [linear for layer in self.model.layers for linear in layer.linears()]
 
     def head(self, x_MH: Tensor) -> Tensor:
         """Logits (M, V) in BF16."""

@@ -15,15 +15,11 @@ from torch import Tensor
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from verl.jetrl.arena import DEADLINE_S, ENGINE, WeightSyncError
 from verl.jetrl.trainer.engine import WrittenWeights
+from verl.jetrl.window import Window
 
 POLL_MS = 500
-# Longest silence of a receiver during a weight update, in seconds.
-DEADLINE_S = float(os.environ.get("JETRL_WEIGHT_SYNC_DEADLINE_S", "45"))
-
-
-class WeightSyncError(RuntimeError):
-    """A weight update did not reach the rollout."""
 
 
 class PatientSocket:
@@ -87,7 +83,8 @@ class PatientSender(BucketedWeightSender):
 
 
 class JetRLServerAdapter(ServerAdapter):
-    """verl's adapter.  The receiver's exception, or its silence, ends a weight update; with an arena nothing is sent."""
+    """verl's adapter.  The receiver's exception, or its silence, ends a weight update; with an arena nothing is sent, or with
+    arena=sharded the FP8 weights, layer by layer."""
 
     @torch.no_grad()
     async def update_weights(
@@ -97,6 +94,8 @@ class JetRLServerAdapter(ServerAdapter):
         **kwargs: Any,
     ) -> None:
         if isinstance(weights, WrittenWeights):
+            if weights.window is not None:
+                await self._stream(weights.window)
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # every rank of the replica has written before its server takes the weights
             if self._ensure_server_handle():
@@ -120,3 +119,18 @@ class JetRLServerAdapter(ServerAdapter):
             await self.server_handle.clear_kv_cache.remote()
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
+
+    async def _stream(self, window: Window) -> None:
+        """Every rank sends to the worker on its own GPU, while the rank with the server has called them all to receive."""
+        if window.arena.control.holder == ENGINE:
+            return  # it has these weights: the trainer cannot have written since
+        window.updates += 1
+        receiver = await self._execute_method("jetrl_take_weights", non_block=True, args=(window.updates,))
+
+        def watch() -> None:
+            if receiver is not None and ray.wait([receiver], timeout=0)[0]:
+                ray.get(receiver)  # raises what the receiver raised
+
+        window.send(window.updates, watch)
+        if receiver is not None:
+            await receiver

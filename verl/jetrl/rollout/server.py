@@ -93,6 +93,9 @@ class JetRLHttpServer(vLLMHttpServer):
         versions = [control.version for control in self.controls]
         if set(versions) != {version}:
             raise LeaseError(f"the trainer handed over version {version} of the weights, the arenas have {versions}")
+        served = [control.served for control in self.controls]
+        if set(served) != {version}:
+            raise LeaseError(f"the trainer handed over version {version} of the weights, the engine has {served} (0: none)")
         await self.clear_kv_cache()
         if global_steps is not None:
             await self.set_global_steps(global_steps)
@@ -113,6 +116,7 @@ class JetRLHttpServer(vLLMHttpServer):
             await asyncio.sleep(0.005)
         for control in held:
             control.hand_over(TRAINER)
+            control.serve(0)  # sleep frees weights of its own
         await super().sleep()
 
     # --- checks ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 The engine is started with ``load_format=jetrl_arena`` and the architecture :data:`ARCHITECTURE`; nothing of the model's
 size is allocated in the worker.  What sleep mode discards is the KV cache.
+
+With arena=sharded the worker has FP8 weights of its own, which sleep mode discards too: vLLM allocates what a loader asks for
+from the pool of its weights, and wakes it at the same addresses.  verl wakes it, updates the weights, and wakes the KV cache,
+before a first request too; until then they are NaN.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from verl.jetrl.arena import Arena, ArenaError, layout_of
+from verl.jetrl.arena import SLOTS, Arena, ArenaError, layout_of, linears_of, read_handle
 from verl.jetrl.fp8 import gemm, ops, precompile
 from verl.jetrl.model.decoder import Body, Decoder
 from verl.jetrl.rollout import exact_attention
+from verl.jetrl.window import NAN, receive
 
 ARCHITECTURE = "JetRLForCausalLM"
 LOAD_FORMAT = "jetrl_arena"
@@ -79,6 +84,11 @@ class JetRLForCausalLM(Decoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config.model_config.hf_config, vllm_config=vllm_config)
         self.arena: Arena | None = None
+        self.own: Arena | None = None  # FP8 weights that are not the trainer's, with arena=sharded
+
+    def take_weights(self, update: int) -> None:
+        """Copies what the trainer streams in its weight update number ``update`` (arena=sharded)."""
+        receive(self.arena, self.own, update)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return nn.functional.embedding(input_ids, self.model.embed_tokens.weight)
@@ -123,12 +133,18 @@ class ArenaLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), device:
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         T, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        model.arena = Arena.attach(layout_of(model_config.hf_config, T), device, trainer_rank(rank, T))
+        trainer, layout = trainer_rank(rank, T), layout_of(model_config.hf_config, T)
+        sharded = read_handle(trainer)["slots"] > 0
+        model.arena = Arena.attach(layout_of(model_config.hf_config, slots=SLOTS) if sharded else layout, device, trainer)
         if not model.arena.control.version:
             raise ArenaError("the weight arena has not been written: the trainer must round its weights into it first")
-        model.bind(model.arena)
+        if sharded:
+            model.own = Arena.private(linears_of(layout), device)
+            model.own.data.fill_(NAN)
+            model.arena.control.enter()
+        model.bind(model.arena, *([model.own] if sharded else []))
         if T > 1:
-            model.slice(rank, T, tensor_model_parallel_all_reduce, model.arena)
+            model.slice(rank, T, tensor_model_parallel_all_reduce, model.own or model.arena)
         process_weights_after_loading(model, model_config, device)
         if device.type == "cuda" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
             scheduler = vllm_config.scheduler_config

@@ -48,6 +48,12 @@ class JetRLWorkerExtension(vLLMColocateWorkerExtension):
         }
         return digests((name, param.data[: rows.get(name)]) for name, param in model.named_parameters())
 
+    def jetrl_take_weights(self, update: int) -> None:
+        """With arena=sharded: copies what the trainer streams in its weight update number ``update``."""
+        if os.environ.get("JETRL_FAULT") == "raise_in_weight_sync":
+            raise RuntimeError("fault injected: raise_in_weight_sync")
+        self.model_runner.model.take_weights(update)
+
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("JETRL_FAULT") == "raise_in_weight_sync":
             raise RuntimeError("fault injected: raise_in_weight_sync")

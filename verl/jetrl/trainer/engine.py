@@ -22,7 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl.jetrl import checkpoints
-from verl.jetrl.arena import SCALE, Arena, layout_of
+from verl.jetrl.arena import SCALE, SLOTS, Arena, layout_of, rows_of
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.trainer import attention, flash
@@ -31,13 +31,16 @@ from verl.jetrl.trainer.log_probs import log_probs
 from verl.jetrl.trainer.masters import Masters, shard_parameters
 from verl.jetrl.vocabulary import padding_mass
 from verl.jetrl.weights import digests, fused_digests
+from verl.jetrl.window import Window
 
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """What the FP8 engine hands to the rollout instead of a stream of tensors: the arena's version."""
+    """What the FP8 engine hands to the rollout instead of a stream of tensors: the arena's version, and with arena=sharded the
+    window that streams it."""
 
     version: int
+    window: Window | None = None
 
 
 class JetRLEngine(FSDPEngineWithLMHead):
@@ -69,6 +72,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
         fully_shard(module, mesh=self.device_mesh, ignored_params=set(module.parameters()))
         if config.forward_only:
             arena = Arena.private(layout_of(module.config), device)
+        elif config.arena == "sharded":
+            layout = layout_of(module.config, slots=SLOTS)
+            rows_of(layout, self.device_mesh.size(self.device_mesh.ndim - 1))  # refuses before anything is allocated
+            arena = Arena.create(layout, device, self.rank)
         else:
             arena = Arena.create(layout_of(module.config, config.rollout_tensor_parallel), device, self.rank)
         self.decoder.bind(arena)
@@ -168,7 +175,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, **kwargs):
         if not self.flow.fp8:
             return super().get_per_tensor_param(**kwargs)
-        return WrittenWeights(self.masters.arena.control.version), None
+        return WrittenWeights(self.masters.arena.control.version, self.masters.window), None
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight as the rollout must hold it, from the masters: FP8 bytes and scales under the arena's fused names, or

@@ -3,27 +3,31 @@
 Each parameter of the Hugging Face model becomes a DTensor sharded by rows, so that verl's optimizer, gradient clipping
 and checkpoints see what they see under FSDP2.  FSDP2 itself is told to ignore them: the forward reads the arena, the
 backward adds to FP32 accumulators (:mod:`verl.jetrl.trainer.gradients`), and :meth:`Masters.write` rounds the masters into
-the arena after an optimizer step: every rank its own rows, whose FP8 bytes the ranks then exchange.
+the arena after an optimizer step: every rank its own rows, whose FP8 bytes the ranks then exchange.  With a
+:class:`verl.jetrl.window.Window` those stay where they are until a layer needs them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from verl.jetrl.arena import ROPE, SCALE, SHARDS, TRAINER, Arena, Entry
+from verl.jetrl.arena import ROPE, SCALE, TRAINER, Arena, Entry
 from verl.jetrl.fp8 import ops
 from verl.jetrl.fp8.format import BLOCK, FP8, Quantized
 from verl.jetrl.model.autograd import GradientSink
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
 from verl.jetrl.trainer.gradients import Gradients
+from verl.jetrl.window import Window, all_gather
+
+TOGETHER = 32  # tensors of an update that are gathered at a time, while the next ones are quantized
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -46,7 +50,10 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) 
 
 
 class Masters:
-    """Master parameters, their gradients, and the arena that they are rounded into."""
+    """Master parameters, their gradients, and the arena that they are rounded into.
+
+    An arena with slots gets a window, which the decoder's layers ask for their weights.
+    """
 
     def __init__(self, module: nn.Module, decoder: Decoder, arena: Arena, resident_transposed: bool = False) -> None:
         self.decoder, self.arena, self.resident_transposed = decoder, arena, resident_transposed
@@ -54,6 +61,11 @@ class Masters:
         self.mesh: DeviceMesh = next(iter(self.parameters.values())).device_mesh
         self._shards = self.mesh.ndim - 1  # the mesh's dimension over which rows are sharded
         self._gradients: Gradients | None = None
+        self.window = Window(arena, self.mesh) if arena.layout.slots else None
+        if self.window is not None:
+            for index, layer in enumerate(decoder.model.layers):
+                for linear in layer.linears():
+                    linear.ensure = partial(self.window.ensure, index)
         arena[ROPE].copy_(rope_table(decoder.config, decoder.config.max_position_embeddings))
 
     # --- weights --------------------------------------------------------------------------------------------------
@@ -80,10 +92,17 @@ class Masters:
         if os.environ.get("JETRL_FAULT") == "drop_weight_sync" and control is not None and control.version:
             control.wrote()  # a test's fault: everything runs, no weight arrives
             return
-        on_way = [work for entry in self.arena.layout.weights for work in self._write(entry)]
-        for work in on_way:
+        if self.window is not None:
+            self.window.forget()
+        on_way, pairs, group = [], [], self.mesh.get_group(self._shards)
+        for entry in self.arena.layout.weights:
+            pairs += self._write(entry)
+            if len(pairs) >= TOGETHER:
+                on_way += all_gather(pairs, group)
+                pairs = []
+        for work in (*on_way, *all_gather(pairs, group)):
             work.wait()
-        self._write_shards()
+        self.arena.cut_scales()
         if self.resident_transposed:
             for linear in self.decoder.linears():
                 linear.refresh_transposed()
@@ -92,19 +111,22 @@ class Masters:
                 torch.cuda.synchronize()  # the engine reads from another process: its stream knows nothing of ours
             control.wrote()
 
-    def _write(self, entry: Entry) -> Iterator[dist.Work]:
-        """Writes one entry; yields the gathers on their way."""
-        parts = self.arena.parts(entry.name)
+    def _write(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor]]:
+        """Writes this rank's rows of one entry; yields what is left to gather: whole, own rows."""
         if entry.dtype != FP8:
-            for name, target in parts:
-                yield from self._gather(name, [target])
+            for name, target in self.arena.parts(entry.name):
+                yield from self._round(name, [target])
             return
-        scales = self.arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
-        for (name, target), (_, scale) in zip(parts, scales, strict=True):
-            yield from self._gather(name, [target, scale], BLOCK)
+        arena = self.arena if self.window is None else self.window.home
+        scales = arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
+        for (name, target), (_, scale) in zip(arena.parts(entry.name), scales, strict=True):
+            if self.window is None:
+                yield from self._round(name, [target, scale], BLOCK)
+            else:
+                _round_into([target, scale], self._here(name).to_local())
 
-    def _gather(self, name: str, targets: list[Tensor], block: int = 1) -> Iterator[dist.Work]:
-        """Rounds a parameter into ``targets``, (BF16) or (FP8, scales): this rank its own rows, then each gets the others'.
+    def _round(self, name: str, targets: list[Tensor], block: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rounds a parameter into ``targets``, (BF16) or (FP8, scales): this rank its own rows; yields them with the whole.
 
         One read of the masters and one write of the arena; the gathers need no memory but the arena's.  Where the ranks' rows
         differ in number, or a block of ``block`` rows would straddle two ranks, every rank gathers the BF16 rows and rounds
@@ -117,21 +139,11 @@ class Masters:
         mine = [target.chunk(ranks)[self.mesh.get_local_rank(self._shards)] for target in targets] if ranks > 1 else targets
         _round_into(mine, parameter.to_local())
         if ranks > 1:
-            group = self.mesh.get_group(self._shards)
-            for target, own in zip(targets, mine, strict=True):
-                yield dist.all_gather_into_tensor(_words(target), _words(own), group=group, async_op=True)
+            yield from zip(targets, mine, strict=True)
 
     def _here(self, name: str) -> DTensor:
         """A master on the arena's device, wherever offloading left it."""
         return self.parameters[name].detach().to(self.arena.data.device)
-
-    def _write_shards(self) -> None:
-        """The scales of o and down once more, cut along K for a rollout on several GPUs."""
-        for entry in self.arena.layout.entries:
-            owner, _, kind = entry.name.rpartition(".")
-            if kind == SHARDS:
-                T, N, _ = entry.shape
-                self.arena[entry.name].copy_(self.arena[f"{owner}.{SCALE}"].view(N, T, -1).transpose(0, 1))
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -181,8 +193,3 @@ def _round_into(targets: list[Tensor], rows: Tensor) -> None:
         targets[0].copy_(rows)
     else:
         ops.quantize_blocks(rows, Quantized(*targets))
-
-
-def _words(x: Tensor) -> Tensor:
-    """FP8 as bytes: collectives do not know it."""
-    return x.view(torch.uint8) if x.dtype == FP8 else x
