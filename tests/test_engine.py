@@ -19,7 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))  # as a script, there is no conftest
 from decoder_cases import MODELS, TOKENS, config_of, loss_of, make, run, same_bytes, trainer_of  # noqa: E402
 
-from verl.jetrl.arena import ENGINE, ROPE, SCALE, LeaseError  # noqa: E402
+from verl.jetrl.arena import ENGINE, ROPE, SCALE, SLOTS, LeaseError, read_handle  # noqa: E402
 from verl.jetrl.fp8 import format as ref  # noqa: E402
 from verl.jetrl.model.decoder import Decoder  # noqa: E402
 from verl.jetrl.precision import PrecisionFlow  # noqa: E402
@@ -574,16 +574,26 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     torch.testing.assert_close(getattr(norm, "full_tensor", lambda: norm)(), total)
     clipped = torch.stack([p.grad.full_tensor().norm() for p in module.parameters()]).norm()
     torch.testing.assert_close(clipped, total / 2, rtol=1e-4, atol=0)
-    # A reference policy's arena belongs to nobody else.
-    reference = engine_of(None)
-    for name, value in {**config, "forward_only": True, "resident_transposed": False}.items():
-        setattr(reference.engine_config, name, value)
-    model = make("qwen2")
-    reference.decoder = Decoder(model.config)
-    share_decoder(model, reference.decoder)
-    reference.device_mesh, reference.rank = mesh, 0
-    assert torch.equal(loss_of(reference._build_fsdp_module(model))[0], expected)
-    assert reference.masters.arena.control is None
+
+    def built(rank: int, **changes):
+        other = engine_of(None)
+        for name, value in {**config, "resident_transposed": False, **changes}.items():
+            setattr(other.engine_config, name, value)
+        model = make("qwen2")
+        other.decoder = Decoder(model.config)
+        share_decoder(model, other.decoder)
+        other.device_mesh, other.rank = mesh, rank
+        assert torch.equal(loss_of(other._build_fsdp_module(model))[0], expected)
+        return other
+
+    # A reference policy's arena belongs to nobody else, and is whole.
+    reference = built(0, forward_only=True, arena="sharded")
+    assert reference.masters.arena.control is None and reference.masters.window is None
+    sharded = built(1, arena="sharded")
+    owned.append(sharded.masters.arena)
+    weights, _ = sharded.get_per_tensor_param()
+    assert weights.window is sharded.masters.window and read_handle(1)["slots"] == SLOTS
+    assert engine.get_per_tensor_param()[0].window is None
 
 
 # --- attention on the CPU ---------------------------------------------------------------------------------------------------

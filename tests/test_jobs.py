@@ -196,7 +196,8 @@ def wait_for(condition, child: subprocess.Popen, seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(root: Path, runs: Path, arms: dict[str, Path]) -> Path:
-    """The jetrl arm killed with SIGKILL (supervisor and driver) after step 3, whose last checkpoint is step 2, and resumed."""
+    """The jetrl arm killed with SIGKILL (supervisor and driver) after step 3, whose last checkpoint is step 2, and resumed,
+    with sharded weights from there on: those change no bit either."""
     other = runs / "killed"
     run = other / "tiny" / "jetrl"
     child = subprocess.Popen(command(root, other, "jetrl"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -212,7 +213,8 @@ def resumed(root: Path, runs: Path, arms: dict[str, Path]) -> Path:
     (run / "checkpoints/global_step_4" / checkpoints.MARK).unlink(missing_ok=True)
     (run / "checkpoints" / checkpoints.TRACKER).write_text("")
     killed = status(run)
-    result = subprocess.run(command(root, other, "jetrl", *recorded(runs)), capture_output=True, text=True)
+    overrides = (*recorded(runs), "actor_rollout_ref.actor.fsdp_config.arena=sharded")
+    result = subprocess.run(command(root, other, "jetrl", *overrides), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "going on from step 2" in result.stdout
     assert processes.of_run(killed["run_id"]) == []

@@ -191,7 +191,7 @@ BAD = [
     (
         "jetrl",
         ["actor_rollout_ref.actor.fsdp_config.arena=sharded", "trainer.n_gpus_per_node=2"],
-        "arena=sharded: 2 ranks cannot each have whole blocks of 128 rows of every FP8 weight (q_proj has",
+        "arena=sharded: 2 ranks cannot each have whole blocks of 128 rows of every FP8 weight (k_proj has 128 rows",
     ),
     (
         "jetrl",

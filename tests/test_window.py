@@ -52,7 +52,7 @@ def step(trainer: Trainer, optimizer, rank: int) -> list[Tensor]:
     """Log-probs without gradients and with them, the gradients of both micro-batches; then the update."""
     numbers: list[Tensor] = []
     micro_batches = [tokens_of(rank, i) for i in range(MICRO_BATCHES)]
-    with torch.no_grad():
+    with torch.inference_mode():
         numbers += [log_probs_of(trainer, tokens) for tokens in micro_batches]
     trainer.masters.zero_grad()
     for tokens in micro_batches:
@@ -193,8 +193,7 @@ class Sides:
         self.window, self.control = self.trainer.masters.window, self.trainer.arena.control
         self.theirs = Arena.attach(layout_of(model.config, slots=SLOTS), CPU, 0)
         self.theirs.control.enter()
-        self.own = Arena.private(linears_of(layout_of(model.config)), CPU)
-        self.whole = lambda: trainer_of(model, mesh, slots=0).arena
+        self.own = Arena.private(linears_of(layout_of(model.config, 2)), CPU)  # of a rollout on two GPUs
         self.error: Exception | None = None
 
     def start(self, update: int) -> threading.Thread:
@@ -243,6 +242,8 @@ def test_an_update_arrives_and_the_next_one_too(sides):
         if entry.name.endswith("down_proj.weight")
     }.items():
         assert same_bytes(sides.own[name], q) and same_bytes(sides.own[f"{name}_scale_inv"], s)
+        cut = sides.own[name.replace("weight", "scale_shards")]
+        assert same_bytes(torch.cat(list(cut), -1), s) and len(cut) == 2, "the scales of o and down once more, cut along K"
 
 
 def test_a_layer_that_does_not_come_is_nan(sides, monkeypatch):

@@ -1,4 +1,5 @@
-"""Two GPUs with NCCL: the same arena on both ranks, the gradients of one GPU with the same batch, the same bits run to run.
+"""Two GPUs with NCCL: the same arena on both ranks, the gradients of one GPU with the same batch, the same bits run to run
+and with the FP8 weights sharded.
 
 ``python tests/gpu/test_fsdp2_two_gpus.py cpu`` runs the same check on two processes with gloo.
 """
@@ -17,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.jetrl.arena import Arena, layout_of
+from verl.jetrl.arena import SLOTS, Arena, layout_of
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.trainer import attention, flash
 from verl.jetrl.trainer.decoder import share_decoder
@@ -42,7 +43,7 @@ RANKS = 2
 class Trainer:
     """The model as the engine builds it."""
 
-    def __init__(self, mesh, device: torch.device) -> None:
+    def __init__(self, mesh, device: torch.device, slots: int = 0) -> None:
         attention.register()
         flash.register()
         name = flash.NAME if device.type == "cuda" else attention.NAME
@@ -52,7 +53,7 @@ class Trainer:
         self.decoder = Decoder(config)
         share_decoder(self.model, self.decoder, with_head=False)
         shard_parameters(self.model, mesh, device)
-        self.arena, self.device = Arena.private(layout_of(config), device), device
+        self.arena, self.device = Arena.private(layout_of(config, slots=slots), device), device
         self.decoder.bind(self.arena)
         self.masters = Masters(self.model, self.decoder, self.arena)
         self.masters.write()
@@ -109,6 +110,14 @@ def two_ranks(rank: int, folder: str, device: str) -> None:
             arenas.append(trainer.arena.data.to("cpu", copy=True))
         weights = {name: p.full_tensor().detach().cpu() for name, p in trainer.model.named_parameters()}
         torch.save((gradients, arenas, weights), f"{folder}/run-{run}-rank-{rank}.pt")
+    for checkpointing in (False, True):
+        trainer = Trainer(mesh, where, SLOTS)
+        trainer.model.train()
+        if checkpointing:
+            trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for step in range(STEPS):
+            for name, gradient in trainer.step(batches_of(rank, step)).items():
+                assert torch.equal(gradient, gradients[step][name]), f"sharded weights, rank {rank}, step {step}: {name}"
     dist.destroy_process_group()
 
 
