@@ -23,11 +23,10 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.engines import Engine, Settings
@@ -38,6 +37,10 @@ from benchmarks.train import synchronize
 from benchmarks.trainers import restart_as_run
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.environment import RUN_ID, run_tmp
+from verl.jetrl.parity import trainer_side
+
+if TYPE_CHECKING:
+    from verl.jetrl.trainer.masters import Masters
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 2**30
@@ -76,37 +79,24 @@ def device() -> torch.device:
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def make_trainer(shapes: Mapping[str, Any], layers: int, folder: Path) -> tuple[nn.Module, Any]:
-    """The model on the shared decoder, and its masters behind an arena that the engines map."""
-    from torch.distributed.device_mesh import init_device_mesh
+def make_trainer(shapes: Mapping[str, Any], layers: int, folder: Path) -> tuple[nn.Module, Masters]:
+    """A random model on the shared decoder, and its masters behind an arena that the engines map."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl.jetrl.arena import Arena, layout_of
-    from verl.jetrl.model.decoder import Decoder
-    from verl.jetrl.trainer import attention, flash
-    from verl.jetrl.trainer.decoder import share_decoder
-    from verl.jetrl.trainer.masters import Masters, shard_parameters
-
-    attention.register()
-    flash.register()
     config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **shapes)
     config.architectures, config.dtype, config.eos_token_id, config.bos_token_id = ["Qwen3ForCausalLM"], "bfloat16", None, None
     config.save_pretrained(folder)
     torch.manual_seed(0)
-    name = flash.NAME if device().type == "cuda" else attention.EXACT
-    with device():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
-    decoder = Decoder(model.config)
-    share_decoder(model, decoder, with_head=False)
-    shard_parameters(model, init_device_mesh(device().type, (1,)), device())
-    arena = Arena.create(layout_of(model.config), device(), 0)
-    decoder.bind(arena)
-    masters = Masters(model, decoder, arena)
-    masters.write()
+
+    def load(attention: str) -> nn.Module:
+        with device():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+    model, _, masters = trainer_side(load)
     return model, masters
 
 
-def training_seconds(model: nn.Module, masters: Any, length: int, tokens: int, repeats: int) -> dict[str, float]:
+def training_seconds(model: nn.Module, masters: Masters, length: int, tokens: int, repeats: int) -> dict[str, float]:
     """Seconds per token of the log-prob pass, and of forward and backward, for sequences of ``length`` tokens."""
     from verl.jetrl.trainer.log_probs import log_probs
 
@@ -276,11 +266,8 @@ def main() -> None:
         return
     if not torch.cuda.is_available() and not args.quick:
         sys.exit("benchmarks.exact needs a Hopper GPU; --quick --out FILE checks the script on a CPU")
-    restart_as_run("benchmarks.exact")
+    restart_as_run()
     os.environ["VERL_REPLICA_RANK"] = "0"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
     shapes, layers = (TINY, 2) if args.quick else (SHAPES, args.layers)
     grid = {2: (128, 256), 4: (128,)} if args.quick else GRID
     cases = [(2, 128), (4, 256)] if args.quick else CASES
@@ -294,7 +281,6 @@ def main() -> None:
         prefix_cache=True,
     )
     samples: dict[str, Any] = {"prompt": 128 if args.quick else PROMPT, "steps": steps, "training": {}, "decode_ms": {}}
-    model = masters = None
     try:
         if not args.quick:
             compile_kernels(settings)
@@ -307,8 +293,6 @@ def main() -> None:
             with closing(Engine("jetrl", replace(settings, exact=arm == "jetrl_exact"))) as engine:
                 samples["decode_ms"][arm] = decode_ms(engine, grid, steps, shapes["vocab_size"])
     finally:
-        if masters is not None:
-            masters.arena.close()
         shutil.rmtree(settings.model, ignore_errors=True)
         shutil.rmtree(run_tmp(os.environ[RUN_ID]), ignore_errors=True)
     command = " ".join(["python -m benchmarks.exact", *sys.argv[1:]])

@@ -459,7 +459,7 @@ def main() -> None:
     if args.grpo:
         parts = {"grpo": grpo(args.grpo, args.bf16)}
     else:
-        trainers.restart_as_run("benchmarks.numerics")
+        trainers.restart_as_run()
         with trainers.alone():
             measure = {
                 "gradients": gradients,

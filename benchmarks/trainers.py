@@ -28,14 +28,14 @@ ARMS = ("bf16", "fp8")
 ATTENTION = {"cpu": "jetrl_fp32", "gpu": "jetrl_fa3"}  # what the recipes run there, in both arms
 
 
-def restart_as_run(module: str) -> None:
-    """Starts ``python -m module`` again in the environment that a run's processes have, unless this is it already.
+def restart_as_run() -> None:
+    """Starts this command again in the environment that a run's processes have, unless this is it already.
 
     The CPU's thread settings are read when torch is loaded, the arena's owner when the engine is built.
     """
     if RUN_ID not in os.environ:
         environment = {**machine_environment(machine()), **os.environ, RUN_ID: uuid.uuid4().hex[:12]}
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 @contextmanager

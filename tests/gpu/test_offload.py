@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,10 +83,5 @@ def test_offloading_changes_nothing_but_where_tensors_are(tmp_path):
 
 
 if __name__ == "__main__":
-    from verl.jetrl.environment import RUN_ID, machine_environment
-
-    if RUN_ID not in os.environ:
-        run_id = f"test-{os.getpid()}"
-        environment = {**os.environ, **machine_environment(trainers.machine()), RUN_ID: run_id}
-        os.execve(sys.executable, [sys.executable, __file__, *sys.argv[1:]], environment)
+    trainers.restart_as_run()
     compare(Path(sys.argv[1]))

@@ -18,11 +18,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from verl.jetrl.model.decoder import Decoder
+    from verl.jetrl.trainer.masters import Masters
 
 _WEIGHT = 0x2545F4914F6CDD1D  # odd: multiplying by it and its powers spreads every bit
 
@@ -97,11 +102,13 @@ def table(trainer: dict, rollout: dict) -> str:
     return "\n".join(lines)
 
 
-def trainer_side(model_path: Path) -> Any:
-    """The trainer's model and masters on an arena that the engine maps."""
+def trainer_side(load: Callable[[str], nn.Module]) -> tuple[nn.Module, Decoder, Masters]:
+    """The trainer's model, decoder and masters on an arena that the engine maps; its "logits" are the final hidden states.
+
+    ``load(attention)``: the FP32 Hugging Face model with the attention of that name.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import AutoModelForCausalLM
 
     from verl.jetrl.arena import Arena, layout_of
     from verl.jetrl.model.decoder import Decoder
@@ -115,7 +122,7 @@ def trainer_side(model_path: Path) -> Any:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     name = flash.NAME if device.type == "cuda" else attention.EXACT
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=name).eval()
+    model = load(name).eval()
     decoder = Decoder(model.config)
     share_decoder(model, decoder, with_head=False)
     shard_parameters(model, init_device_mesh(device.type, (1,)), device)
@@ -158,11 +165,13 @@ def engine_side(model_path: Path, args: argparse.Namespace) -> Any:
 
 def compare(args: argparse.Namespace) -> tuple[dict, dict, float, int]:
     """Rows of trainer and rollout, the largest |delta log p|, and how many tokens were sampled."""
+    from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
     from verl.jetrl.trainer.log_probs import log_probs
 
-    model, decoder, masters = trainer_side(args.model)
+    load = partial(AutoModelForCausalLM.from_pretrained, args.model, dtype=torch.float32)
+    model, decoder, masters = trainer_side(lambda name: load(attn_implementation=name))
     engine = engine_side(args.model, args)
     vocabulary = len(engine.get_tokenizer())
     engine.collective_rpc("monkey_patch_model", kwargs={"vocab_size": vocabulary})
