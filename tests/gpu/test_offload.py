@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from verl.jetrl.weights import combined  # noqa: E402
 
 OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 STEPS = 3
+MODEL = {"tie_word_embeddings": False, "hidden_size": 256, "intermediate_size": 512}
 
 
 def devices(engine: JetRLEngine) -> set[str]:
@@ -37,6 +39,8 @@ def run(model: Path, settings: dict, checkpoints: Path) -> dict:
         [torch.randint(0, 384, (40,)) for _ in range(4)], [torch.ones(40, dtype=torch.long) for _ in range(4)]
     )
     loss, seen = trainers.sft_loss(), {"losses": [], "resting": set(), "arenas": []}
+    gc.collect()  # the engine of before holds itself in cycles
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     with trainers.trainer(model, "fp8", settings, lr=1e-3, total_training_steps=STEPS) as engine:
 
         def rest() -> None:
@@ -58,12 +62,12 @@ def run(model: Path, settings: dict, checkpoints: Path) -> dict:
         rest()
         assert seen["arenas"][-1] == seen["arenas"][2] != seen["arenas"][3]
         if torch.cuda.is_available():
-            seen["allocated"] = torch.cuda.memory_allocated()
+            seen["allocated"] = torch.cuda.memory_allocated() - before
     return seen
 
 
 def compare(folder: Path) -> None:
-    model = numerics.save(make("qwen2", tie_word_embeddings=False, hidden_size=256, intermediate_size=512), folder / "model")
+    model = numerics.save(make("qwen2", **MODEL), folder / "model")
     with trainers.alone():
         kept, moved = (run(model, settings, folder / f"saved-{len(settings)}") for settings in ({}, OFFLOAD))
     assert moved["losses"] == kept["losses"] and len(set(map(tuple, kept["losses"]))) > STEPS
@@ -72,8 +76,9 @@ def compare(folder: Path) -> None:
     assert moved["resting"] == {"cpu"}
     if torch.cuda.is_available():
         assert kept["resting"] == {"cuda"}
-        parameters = sum(p.numel() for p in make("qwen2", tie_word_embeddings=False, hidden_size=256).parameters())
-        assert kept["allocated"] - moved["allocated"] > 8 * parameters, "bytes"
+        parameters = sum(p.numel() for p in make("qwen2", **MODEL).parameters())
+        held = kept["allocated"], moved["allocated"]
+        assert held[0] - held[1] > 0.9 * 12 * parameters, f"{held} bytes with {parameters} parameters"
 
 
 def test_offloading_changes_nothing_but_where_tensors_are(tmp_path):
