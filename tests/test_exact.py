@@ -74,6 +74,53 @@ def test_rollout_attention_has_the_trainers_bits(sequences, trainers, steps):
         assert torch.equal(mine, theirs)
 
 
+def test_heads_whose_keys_come_in_tiles_of_one_length():
+    from verl.jetrl.rollout.exact_attention import longest_query, same_bits
+
+    assert {d for d in range(8, 300, 8) if same_bits(d)} == {*range(8, 65, 8), *range(104, 129, 8), *range(200, 257, 8)}
+    for head_dim, tokens, told in ((128, 1, 1), (128, 500, 500), (64, 500, 500)):
+        assert longest_query(tokens, head_dim) == told
+    assert longest_query(1, 64) * 1 > 64, "or the kernel takes the tile of short queries, also without groups"
+
+
+def test_the_rollouts_schedule_is_made_for_the_tiles_it_runs(monkeypatch):
+    """A decode batch of head_dim 64 is announced as long before vLLM plans it; one of head_dim 128 as it is."""
+    from vllm.v1.attention.backends import flash_attn
+
+    from verl.jetrl.rollout.exact_attention import _one_split, longest_query
+
+    planned = []
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        planned.append(common_attn_metadata.max_query_len)
+        return types.SimpleNamespace(max_num_splits=1)
+
+    class Batch(types.SimpleNamespace):
+        def replace(self, **changes):
+            return Batch(**(vars(self) | changes))
+
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "build", build)
+    for head_dim in (64, 128):
+        builder = object.__new__(_one_split().get_builder_cls())
+        builder.headdim = head_dim
+        builder.build(0, Batch(max_query_len=1))
+    assert planned == [longest_query(1, 64), 1] and planned[0] > 1
+
+
+@pytest.mark.parametrize(("device", "D", "refused"), [("cuda", 80, True), ("cuda", 64, False), ("cpu", 80, False)])
+def test_heads_that_decode_with_other_bits_are_refused(device, D, refused):
+    from omegaconf import OmegaConf
+    from transformers import AutoConfig
+
+    from verl.jetrl.preflight import _exact
+
+    rollout = dict(top_p=1, top_k=-1, min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
+    rollout["logprobs_mode"] = "processed_logprobs"
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"device": device}})
+    found = _exact(config, AutoConfig.for_model("qwen3", head_dim=D))
+    assert [f"head_dim={D}" in problem for problem in found] == [True] * refused
+
+
 def test_nothing_is_hidden_from_the_loss_check():
     from verl.jetrl.trainer.attention import fp64_attention
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 from fp8_cases import randn, relative  # noqa: E402
 
+from verl.jetrl.rollout.exact_attention import longest_query  # noqa: E402
 from verl.jetrl.trainer import flash  # noqa: E402
 from verl.jetrl.trainer.flash import flash_attention  # noqa: E402
 
@@ -92,6 +93,32 @@ def test_a_sequence_has_the_same_bits_packed_and_alone(sizes):
             alone = flash_attention(q[part], k[part], v[part], *flash.cu_seqlens_of(row(n)))
             assert torch.equal(packed[part], alone)
             first += n
+
+
+@pytest.mark.parametrize("sizes", (*HEADS, (14, 2, 64), (8, 8, 64), (4, 2, 32), (8, 2, 256)), ids=str)
+def test_decode_and_chunks_have_the_bits_of_a_prefill(sizes):
+    """vLLM's side in exact mode, on a paged cache: single tokens, chunks, and both in one batch."""
+    heads, kv_heads, D = sizes
+    block, M = 16, 720
+    (q, k, v), (cu_seqlens, longest) = case(heads, kv_heads, D, lengths=(M,))
+    with torch.no_grad():
+        want = flash_attention(q, k, v, cu_seqlens, longest)
+        caches = [torch.full((M // block + 7, block, kv_heads, D), torch.nan, device="cuda").bfloat16() for _ in "kv"]
+        table = torch.randperm(len(caches[0]), device="cuda")[: M // block].int()
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[table.long()] = x.unflatten(0, (-1, block))
+
+        def paged(lengths: list[int], announced: int) -> torch.Tensor:
+            ends = torch.tensor(lengths, device="cuda", dtype=torch.int32).cumsum(0).int()
+            return flash.forward_kernel()(
+                q, *caches, announced, torch.nn.functional.pad(ends, (1, 0)), M, seqused_k=ends, softmax_scale=D**-0.5,
+                causal=True, block_table=table.expand(len(lengths), -1).contiguous(), fa_version=3, num_splits=1,
+            )  # fmt: skip
+
+        for lengths in ([1] * M, [64] * 11 + [16], [500] + [1] * 120 + [100]):
+            assert torch.equal(paged(lengths, longest_query(max(lengths), D)), want), lengths
+        if D <= 64:
+            assert not torch.equal(paged([1] * M, 1), want), "decode need not be announced as longer than it is"
 
 
 @pytest.mark.parametrize("sizes", HEADS, ids=str)

@@ -50,7 +50,7 @@ def model(request, tmp_path_factory) -> Path:
 def parity(model: Path, *options: str) -> str:
     line = [sys.executable, "-m", "verl.jetrl.parity", str(model), *options]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.rstrip().endswith("\nequal"), done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("\nequal"), done.stderr[-3000:] + done.stdout[-3000:]
     worst = re.search(r"log-probs of (\d+) sampled tokens: largest difference (\S+)", done.stdout)
     assert float(worst[2]) == 0 and int(worst[1]) > 0
     return done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
@@ -70,20 +70,30 @@ class JetRLEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arena not in ("replicated", "sharded"):
-            raise ValueError(f"fsdp_config.arena is {self.arena!r}; it must be replicated or sharded")
-        if self.arena == "sharded" and self.resident_transposed:
-            raise ValueError(
-                "fsdp_config.resident_transposed=true keeps a whole copy of the weights, which arena=sharded avoids: "
-                "set actor_rollout_ref.actor.fsdp_config.resident_transposed=false"
+        if found := engine_problems(self, self.precision_flow.fp8):
+            raise ValueError("\n".join(found))
+
+
+def engine_problems(engine: Mapping, fp8: bool, where: str = "fsdp_config") -> list[str]:
+    """What :class:`JetRLEngineConfig` refuses, each named by the setting below ``where``: values it does not know, and what the
+    FP8 engine would ignore or stop at."""
+    found = []
+    arena = engine.get("arena", "replicated")
+    if arena not in ("replicated", "sharded"):
+        found.append(f"{where}.arena={arena}: set it to replicated or sharded")
+    if arena == "sharded" and engine.get("resident_transposed"):
+        found.append(
+            f"{where}.resident_transposed=true with arena=sharded: it keeps a whole copy of the weights; set it to false"
+        )
+    needed = {
+        "ulysses_sequence_parallel_size": (1, "sequences are not cut"),
+        "offload_policy": (False, "FSDP2 holds none of its weights; param_offload=true moves them"),
+        "model_dtype": ("fp32", "the masters are FP32"),
+        "dtype": ("bfloat16", "what is not FP8 is BF16"),
+    }
+    for name, (value, why) in needed.items() if fp8 else ():
+        if engine.get(name) != value:
+            found.append(
+                f"{where}.{name}={engine.get(name)} with precision_flow.linear=fp8: {why}; set it to {str(value).lower()}"
             )
-        if self.precision_flow.fp8 and self.offload_policy and not self.forward_only:
-            raise ValueError(
-                "precision_flow.linear=fp8 does not support fsdp_config.offload_policy: FSDP2 holds none of its weights; set "
-                "param_offload=true and optimizer_offload=true instead"
-            )
-        if self.precision_flow.fp8 and self.ulysses_sequence_parallel_size > 1:
-            raise ValueError(
-                "precision_flow.linear=fp8 does not support ulysses_sequence_parallel_size > 1: "
-                "set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"
-            )
+    return found

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl.jetrl import memory_plan, patching
-from verl.jetrl.arena import layout_of, rows_of
-from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow
+from verl.jetrl.arena import head_dim, layout_of, rows_of
+from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow, engine_problems
+from verl.jetrl.rollout.exact_attention import same_bits
 
 GB = 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -247,7 +248,7 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         found += _fp8_training(config)
         found += _arena(config, model)
     if flow.exact:
-        found += _exact(actor_rollout_ref.rollout)
+        found += _exact(config, model)
     # What every arm needs: its checks of precision flow and weights look into these parts.
     for setting, value, needed in (
         ("actor_rollout_ref.actor.strategy", actor_rollout_ref.actor.strategy, "fsdp2"),
@@ -282,12 +283,11 @@ def _fp8_training(config: DictConfig) -> list[str]:
             f"{role}.pad_to_length": (False, "it runs any number of tokens"),
             f"{role}.use_prefix_grouper": (False, "it attends to whole sequences"),
             f"{role}.ulysses_sequence_parallel_size": (1, "sequences are not cut"),
-            f"{role}.fsdp_config.ulysses_sequence_parallel_size": (1, "sequences are not cut"),
-            f"{role}.fsdp_config.offload_policy": (False, "FSDP2 holds none of its weights; param_offload=true moves them"),
-            f"{role}.fsdp_config.model_dtype": ("fp32", "the masters are FP32"),
-            f"{role}.fsdp_config.dtype": ("bfloat16", "what is not FP8 is BF16"),
         }
     found = []
+    for role in roles:
+        where = f"{role}.fsdp_config"
+        found += engine_problems(OmegaConf.select(config.actor_rollout_ref, where), True, f"actor_rollout_ref.{where}")
     for key, (value, why) in needed.items():
         actual = OmegaConf.select(config.actor_rollout_ref, key)
         if actual is not None and actual != value:
@@ -298,24 +298,16 @@ def _fp8_training(config: DictConfig) -> list[str]:
 
 
 def _arena(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
+    """Weights that cannot be divided among the ranks."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    if fsdp.arena not in ("replicated", "sharded"):
-        return [f"actor_rollout_ref.actor.fsdp_config.arena={fsdp.arena}: set it to replicated or sharded"]
-    if fsdp.arena == "replicated":
+    if fsdp.arena != "sharded" or model is None or model.model_type not in SUPPORTED_MODELS:
         return []
-    found = []
-    if fsdp.resident_transposed:
-        found.append(
-            "actor_rollout_ref.actor.fsdp_config.resident_transposed=true with arena=sharded: it keeps a whole copy of the "
-            "weights; set it to false"
-        )
-    if model is not None and model.model_type in SUPPORTED_MODELS:
-        ranks = fsdp.fsdp_size if fsdp.fsdp_size > 0 else config.trainer.nnodes * config.trainer.n_gpus_per_node
-        try:
-            rows_of(layout_of(model), ranks)
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    ranks = fsdp.fsdp_size if fsdp.fsdp_size > 0 else config.trainer.nnodes * config.trainer.n_gpus_per_node
+    try:
+        rows_of(layout_of(model), ranks)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _tensor_parallel(config: DictConfig, flow: PrecisionFlow, model: PretrainedConfig | None) -> list[str]:
@@ -341,8 +333,10 @@ def _tensor_parallel(config: DictConfig, flow: PrecisionFlow, model: PretrainedC
     return []
 
 
-def _exact(rollout: DictConfig) -> list[str]:
-    """Sampling settings that change a token's probability after the log-softmax that both sides share."""
+def _exact(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
+    """Sampling settings that change a token's probability after the log-softmax that both sides share, and heads for which
+    the attention kernel adds in another order when it decodes."""
+    rollout = config.actor_rollout_ref.rollout
     needed = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0, None), "repetition_penalty": (1, None)}
     needed |= {"presence_penalty": (0, None), "frequency_penalty": (0, None), "logprobs_mode": ("processed_logprobs",)}
     found = []
@@ -352,6 +346,12 @@ def _exact(rollout: DictConfig) -> list[str]:
             found.append(
                 f"actor_rollout_ref.rollout.{name}={value} with precision_flow.exact=true: the log-probs of sampled tokens "
                 f"would not be the policy's; set it to {values[0]}"
+            )
+    if model is not None and model.model_type in SUPPORTED_MODELS and config.trainer.device != "cpu":
+        if not same_bits(head_dim(model)):
+            found.append(
+                f"precision_flow.exact=true with head_dim={head_dim(model)}: FlashAttention 3 decodes and prefills alike "
+                "at 64 or less, 97 to 128 and 193 to 256 only. Set precision_flow.exact=false"
             )
     return found
 
@@ -384,8 +384,7 @@ def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
 
 def parameter_count(model: PretrainedConfig) -> int:
     """Parameters of a dense decoder with this configuration (embedding, attention, gated MLP, head)."""
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    attention = model.hidden_size * head_dim * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
+    attention = model.hidden_size * head_dim(model) * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     return model.num_hidden_layers * (attention + mlp) + embeddings

@@ -2,7 +2,8 @@
 
 On a GPU: FlashAttention 3 with one split.  vLLM lets the kernel divide a long sequence among multiprocessors, by the batch,
 and adds the pieces; with one split a query's keys are summed in one order, whether it is decoded, prefilled in chunks or
-packed with others.  Cascade attention, which sums a shared prefix apart, is off.
+packed with others, and added tile by tile from the first key on; tiles have to be of one length too
+(:func:`longest_query`).  Cascade attention, which sums a shared prefix apart, is off.
 
 Without a GPU: :func:`verl.jetrl.trainer.attention.fp64_attention` on the paged cache.  Its sums are taken in FP64, whose
 rounding lies far below BF16's, so that the order of additions does not show.
@@ -19,6 +20,25 @@ from torch import Tensor
 
 from verl.jetrl.trainer.attention import fp64_attention
 
+# FlashAttention 3 rounds head_dim up to one of these and chooses the number of keys in a tile by it, by whether keys are paged,
+# by whether the mask is causal (a batch of single tokens counts as not), and by whether the longest query, together with its
+# group of heads, packs into 64 rows.  At 128 and 256 the trainer's packed sequences and vLLM's paged ones get the same tiles.
+# At 96 and 192 they never do.  At 64 they do unless the longest query is short.
+SAME_TILES, SAME_TILES_IF_LONG = (128, 256), 64
+PACKED_ROWS = 64
+
+
+def same_bits(head_dim: int) -> bool:
+    """Whether decode can have prefill's bits on a GPU."""
+    rounded = min((size for size in (64, 96, 128, 192, 256) if head_dim <= size), default=head_dim)
+    return rounded in (SAME_TILES_IF_LONG, *SAME_TILES)
+
+
+def longest_query(tokens: int, head_dim: int) -> int:
+    """What to tell FlashAttention 3 about a batch whose longest query has ``tokens`` tokens, so that its keys come in the tiles
+    of a long prefill."""
+    return max(tokens, PACKED_ROWS + 1) if head_dim <= SAME_TILES_IF_LONG else tokens
+
 
 @functools.cache
 def backend(device_type: str) -> type:
@@ -34,8 +54,10 @@ def _one_split() -> type:
             super().__init__(*args, **kwargs)
             self.max_num_splits = 1  # what captured graphs are built with
 
-        def build(self, *args: Any, **kwargs: Any) -> Any:
-            metadata = super().build(*args, **kwargs)
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            # Before the schedule is made, which depends on the tiles.
+            longest = longest_query(common_attn_metadata.max_query_len, self.headdim)
+            metadata = super().build(common_prefix_len, common_attn_metadata.replace(max_query_len=longest), fast_build)
             if metadata.max_num_splits != 1:  # a batch too large for a graph; its schedule allowed for splits
                 metadata = replace(metadata, max_num_splits=1, scheduler_metadata=None)
             return metadata
