@@ -3,7 +3,7 @@
     python -m benchmarks.train                        # what the visible GPUs allow -> benchmarks/results/train.json
     python -m benchmarks.train --parts 8b --arms fp8,bf16_fused
     python -m benchmarks.train --quick --out x.json   # tiny shapes, also without a GPU: checks the script itself
-    python -m benchmarks.train --docs                 # prints the tables of --out in Markdown
+    python -m benchmarks.train --docs                 # writes the tables of --out into docs/training.md
 
 verl's engine, built from a recipe's configuration as verl's worker builds it, on random weights: no Ray, no rollout.  Part
 ``8b`` has Qwen3-8B's shapes on two GPUs, part ``4b`` Qwen3-4B's on one.  Every arm gets the same packed micro-batches.  The
@@ -641,10 +641,11 @@ def figures(samples: dict) -> dict[str, float]:
 
 
 def report(result: dict) -> str:
-    """Figures and rows in Markdown."""
+    """Figures and rows in Markdown, under the commands that measured them."""
     from benchmarks.tables import markdown
 
-    parts = [markdown(["figure", "value"], [[k, v] for k, v in result["figures"].items()])]
+    parts = [f"`{run['command']}` on {run['device']}:" for run in result["runs"].values()]
+    parts.append(markdown(["figure", "value"], [[k, v] for k, v in result["figures"].items()]))
     shares = [f"share_of_{what}" for what in ("bf16_ceiling", "fp8_ceiling", "ideal")]
     columns = ["part", "arm", "length", "tokens_per_s", *PHASES, "grad_norm", *shares]
     lines = []
@@ -710,11 +711,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further arm after so many seconds")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and one timed step: checks the script itself")
-    parser.add_argument("--docs", action="store_true", help="only print the tables of --out")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
     args = parser.parse_args()
     if args.docs:
-        print(report(json.loads(args.out.read_text())))
-        return
+        from benchmarks.tables import fill
+
+        return fill(ROOT / "docs" / "training.md", {"train": report(json.loads(args.out.read_text()))})
     gpus = torch.cuda.device_count()
     if not gpus and not args.quick:
         sys.exit("benchmarks.train needs Hopper GPUs; --quick --out FILE checks the script on a CPU")

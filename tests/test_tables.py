@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import numerics, ops, rollout
+from benchmarks import numerics, ops, rollout, train
 from benchmarks.tables import fill, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +28,7 @@ def test_pages_show_the_results(name, tmp_path):
     shutil.copy(ROOT / name, page)
     fill(page, ops.report(json.loads((RESULTS / "ops.json").read_text())))
     fill(page, rollout.report(RESULTS))
+    fill(page, {"train": train.report(json.loads((RESULTS / "train.json").read_text()))})
     fill(page, numerics.report(json.loads((RESULTS / "numerics.json").read_text())))
     assert page.read_text() == (ROOT / name).read_text()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import math
 import os
 import re
 import shlex
@@ -316,9 +315,9 @@ def _advance(bar: tqdm, segment: Path, position: int) -> int:
             except (ValueError, KeyError, TypeError):
                 continue  # a damaged record is no reason to stop the run
             if names.REWARD in data:
-                bar.set_postfix_str(
-                    f"reward {data[names.REWARD]:.3f}, |Δlog p| {data.get(names.ABS_DLOGP_MEAN, math.nan):.1e}", refresh=False
-                )
+                mismatch = data.get(names.ABS_DLOGP_MEAN)  # exact mode computes it in some steps only
+                shown = "" if mismatch is None else f", |Δlog p| {mismatch:.1e}"
+                bar.set_postfix_str(f"reward {data[names.REWARD]:.3f}{shown}", refresh=False)
                 if not bar.started:  # what came before this step was mostly the start: minutes that no step takes
                     bar.started, bar.initial, bar.start_t = True, record["step"], time.time()
                 bar.update(record["step"] - bar.n)
