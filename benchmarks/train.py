@@ -69,6 +69,8 @@ NOTES = {
     "(use_no_sync_for_gradient_accumulation=true; two GPUs lack the memory for it).",
     "bf16_compiled": "verl's FSDP2 engine on Hugging Face's layers, each through torch.compile, and the chunked log-probs.",
     "fp8": "the FP8 engine as it is by default.",
+    "fp8_deferred": "gradients are reduced once a step, not once a micro-batch (use_no_sync_for_gradient_accumulation=true; "
+    "several GPUs only).",
     "fp8_resident": "the transposed weights for the input gradient stay on the GPU and are made anew once a step.",
     "fp8_unfused": "without fused producers: norms and SiLU*mul write BF16, separate kernels quantize.",
     "fp8_bf16_saved": "as fp8_unfused, and the linears' inputs are saved in BF16: compare it with fp8_unfused.",
@@ -96,6 +98,7 @@ class Arm:
     checkpointing: bool = False
     model: str = ""  # a function of train_layers: "fused:bf16_layer", "compiled"
     kept: bool = False  # FSDP2 keeps gathered weights from forward to backward, on one GPU gradients to the end of a step too
+    deferred: bool = False  # gradients are reduced once a step; needs several GPUs
     resident: bool = False  # fp8: the transposed weights stay on the GPU
     saved: str = ""  # fp8: unfused producers, activations saved in this precision
     thorough: bool = True  # all sequence lengths and the comparison of two steps' gradients; else the first length alone
@@ -110,6 +113,7 @@ ARMS = {
     "bf16_checkpointing": Arm(checkpointing=True, thorough=False),
     "fp8_checkpointing": Arm(fp8=True, checkpointing=True, thorough=False),
     "bf16_fused_checkpointing": Arm(model="fused:bf16_layer", checkpointing=True, thorough=False),
+    "fp8_deferred": Arm(fp8=True, deferred=True, thorough=False),
     "fp8_resident": Arm(fp8=True, resident=True, thorough=False),
     "fp8_requantized": Arm(model="fused:requantized_layer", thorough=False),
     "fp8_unfused": Arm(fp8=True, saved="fp8", thorough=False),
@@ -158,6 +162,7 @@ def compose_arm(arm: Arm, options: Options):
     from verl.jetrl.compose import compose
 
     root, length = "actor_rollout_ref", max(options.lengths)
+    deferred = arm.deferred or (arm.kept and options.world == 1)
     return compose(
         RECIPE,
         "jetrl" if arm.fp8 else "bf16",
@@ -167,7 +172,7 @@ def compose_arm(arm: Arm, options: Options):
             f"++{root}.model.load_tokenizer=false",
             f"{root}.model.enable_gradient_checkpointing={str(arm.checkpointing).lower()}",
             f"{root}.actor.fsdp_config.reshard_after_forward={str(not arm.kept).lower()}",
-            f"{root}.actor.fsdp_config.use_no_sync_for_gradient_accumulation={str(arm.kept and options.world == 1).lower()}",
+            f"{root}.actor.fsdp_config.use_no_sync_for_gradient_accumulation={str(deferred).lower()}",
             f"{root}.actor.fsdp_config.resident_transposed={str(arm.resident).lower()}",
             f"trainer.n_gpus_per_node={options.world}",
             f"data.max_prompt_length={length // 8}",
@@ -393,6 +398,8 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     from benchmarks.train_layers import unfused
 
     arm, begun = ARMS[name], time.perf_counter()
+    if arm.deferred and options.world == 1:
+        return {"skipped": "needs several GPUs"}
     config = compose_arm(arm, options)
     plan = too_large(arm, options, config)
     if plan:

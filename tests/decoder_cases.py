@@ -69,6 +69,7 @@ def trainer_of(
     rank: int | None = None,
     write: bool = True,
     slots: int = 0,
+    deferred: bool = False,
 ) -> Trainer:
     """``model`` on the decoder as the engine sets it up; with a ``rank`` its arena is shared (needs JETRL_RUN)."""
     decoder = Decoder(model.config)
@@ -77,7 +78,7 @@ def trainer_of(
     layout = layout_of(model.config, slots=slots)
     arena = Arena.private(layout, CPU) if rank is None else Arena.create(layout, CPU, rank)
     decoder.bind(arena)
-    masters = Masters(model, decoder, arena, resident_transposed)
+    masters = Masters(model, decoder, arena, resident_transposed, deferred)
     if write:
         masters.write()
     masters.zero_grad()

@@ -549,7 +549,7 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
 
     model = make("qwen2")
     engine = engine_of(None)
-    config = dict(forward_only=False, arena="replicated")
+    config = dict(forward_only=False, arena="replicated", use_no_sync_for_gradient_accumulation=False)
     for name, value in {**config, "resident_transposed": False, "rollout_tensor_parallel": 1}.items():
         setattr(engine.engine_config, name, value)
     from verl.jetrl.trainer.decoder import share_decoder

@@ -94,6 +94,15 @@ def test_stock_gradients_stay_whole_when_their_synchronization_is_deferred(qwen3
     assert deferred.total(STEP) == at_once.total(STEP)
 
 
+def test_fp8_gradients_stay_whole_to_the_step_when_they_are_deferred(qwen3_8b):
+    setting = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+    at_once, deferred = (planned(qwen3_8b, "jetrl", f"{GPUS}=2", f"{setting}={value}")[0] for value in ("false", "true"))
+    whole = 2 * bytes_of(at_once, "FP32 gradients / 2")
+    assert bytes_of(deferred, "FP32 gradients, whole") == whole
+    assert deferred.total(STEP) - at_once.total(STEP) == whole / 2
+    assert deferred.total(BACKWARD) - at_once.total(BACKWARD) == whole / 2 - bytes_of(at_once, "gradients on their way")
+
+
 def test_more_gpus_shard_masters_and_optimizer_but_not_the_arena(qwen3_8b):
     two, four = (planned(qwen3_8b, "jetrl", f"{GPUS}={n}")[0] for n in (2, 4))
     for name in ("FP32 masters", "Adam moments", "FP32 gradients"):

@@ -48,9 +48,9 @@ def loss_of(trainer: Trainer, tokens: Tensor) -> Tensor:
     return -log_probs.log_probs(hidden, trainer.decoder.lm_head, ids, temperature, VOCABULARY)[0].mean()
 
 
-def build(case: str, mesh) -> Trainer:
+def build(case: str, mesh, deferred: bool = False) -> Trainer:
     name, changes, _, _ = CASES[case]
-    trainer = trainer_of(make(name, **changes), mesh)
+    trainer = trainer_of(make(name, **changes), mesh, deferred=deferred)
     share_decoder(trainer.model, trainer.decoder, with_head=False)
     trainer.model.train()
     return trainer
@@ -107,6 +107,18 @@ def train(trainer: Trainer, rank: int) -> tuple[list[Tensor], dict[str, Tensor],
     return arenas, grads, dict(traffic.nbytes), rings
 
 
+def deferred_gradients(case: str, mesh, rank: int, arena: Tensor) -> tuple[dict[str, Tensor], int]:
+    """Those of the last step with weights ``arena``, reduced once; bytes that the reduce-scatters delivered."""
+    trainer = build(case, mesh, deferred=True)
+    trainer.arena.data.copy_(arena)
+    with Traffic() as traffic:
+        for micro_batch in range(MICRO_BATCHES):
+            loss_of(trainer, tokens_of(rank, STEPS - 1, micro_batch)).backward()
+        assert not traffic.nbytes["reducescatter"]
+        trainer.masters.assign_grads()
+    return {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}, traffic.nbytes["reducescatter"]
+
+
 def held(trainer: Trainer) -> int:
     """FP32 numbers in this rank's accumulators."""
     trainer.masters.zero_grad()
@@ -153,6 +165,9 @@ def main(case: str, rank: int, folder: str) -> None:
         for other in (again, little)
     ]
     counts = micro_batches_of_verl(rank)
+    late, nbytes = deferred_gradients(case, mesh, rank, result[0][-2])
+    torch.testing.assert_close(late, result[1], rtol=1e-5, atol=1e-7)  # the sums are taken in another order
+    assert 0 < nbytes <= result[2]["reducescatter"] / MICRO_BATCHES  # less where a tied embedding has two gradients
     torch.save((start, result, weights, same, held(trainer), little[3], counts), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -181,7 +196,7 @@ def ranks_of(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_mean_of_the_ranks(case, ranks_of, mesh):
-    """Of the first step's micro-batches, each rank's as one rank alone computes them."""
+    """Of the last step's micro-batches, each rank's as one rank alone computes them; reduced at once or deferred, see main."""
     ranks = ranks_of(case)
     alone = build(case, mesh)
     assert all(torch.equal(start, alone.arena.data) for start, *_ in ranks)

@@ -231,8 +231,12 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
             yield item("transposed FP8 weights", m.of_linears, PHASES, TRANSPOSED)
         else:
             yield item("transposed: one linear at a time", m.of_largest_linear, (BACKWARD,), TRANSPOSED)
-        yield item(f"FP32 gradients / {N}", 4 * P / N, (BACKWARD, STEP))
-        if N > 1:  # padding of rows that do not divide by N left out
+        deferred = N > 1 and _get(config, NO_SYNC)
+        if deferred:
+            yield item("FP32 gradients, whole", 4 * P, (BACKWARD, STEP), NO_SYNC)
+        else:
+            yield item(f"FP32 gradients / {N}", 4 * P / N, (BACKWARD, STEP))
+        if N > 1 and not deferred:  # padding of rows that do not divide by N left out
             yield item("gradients on their way", 4 * max(LAYERS * m.of_layer, m.V * m.H), (BACKWARD,))
         if _get(config, "actor.use_kl_loss") or config.algorithm.use_kl_in_reward:
             transposed = m.of_linears if _get(config, "ref.fsdp_config.resident_transposed") else 0

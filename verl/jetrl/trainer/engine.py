@@ -79,7 +79,8 @@ class JetRLEngine(FSDPEngineWithLMHead):
         else:
             arena = Arena.create(layout_of(module.config, config.rollout_tensor_parallel), device, self.rank)
         self.decoder.bind(arena)
-        self.masters = Masters(module, self.decoder, arena, config.resident_transposed)
+        deferred = config.use_no_sync_for_gradient_accumulation
+        self.masters = Masters(module, self.decoder, arena, config.resident_transposed, deferred)
         self.masters.write()
         if config.forward_only:
             module.to("cpu")  # the masters of a reference policy are not read again

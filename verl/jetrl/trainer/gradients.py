@@ -9,6 +9,9 @@ verl gives every rank the same number of micro-batches (``prepare_micro_batches(
 ``rearrange_micro_batches`` takes the largest number over the ranks, fixed sizes cut equal shares of the batch).  So a
 gradient is opened once per use of the weight in the graph, not once per chunk of tokens.  A layer that is computed again
 (activation checkpointing) still runs one backward.
+
+Deferred (verl's ``use_no_sync_for_gradient_accumulation``), every rank keeps whole accumulators as one alone does, and the
+ranks' means are taken once, before the optimizer's step: less traffic for more memory.
 """
 
 from __future__ import annotations
@@ -47,6 +50,12 @@ def transient_values(layout: Layout, ranks: int) -> int:
     return max(LAYERS * layer, *sizes.values())
 
 
+def reduce_rows(whole_NK: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """Starts the ranks' mean of a matrix whose rows they share equally; a view of this rank's rows, which it replaces."""
+    mine = whole_NK.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    return dist.reduce_scatter_tensor(mine, whole_NK, op=dist.ReduceOp.AVG, group=group, async_op=True), mine
+
+
 class Reducer:
     """Memory for whole gradients, handed out in a ring, and their reductions on the way."""
 
@@ -74,8 +83,7 @@ class Reducer:
         """Starts the reduction of ``pieces`` that lie in taken ``memory``: whole (rows padded to the ranks), accumulator."""
         works, self._open = [], False
         for whole, accumulator in pieces:
-            mine = whole.chunk(self.ranks)[self.rank]  # the result replaces this rank's own share
-            work = dist.reduce_scatter_tensor(mine, whole, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+            work, mine = reduce_rows(whole, self.group)
             works.append((work, mine[: len(accumulator)], accumulator))
         at = memory.storage_offset()
         self._on_way.append((at, at + memory.numel(), works))
@@ -131,15 +139,16 @@ class Gradients:
     """Accumulators of all weights.  ``sinks``: by arena entry, what a backward adds to: a tensor, or a sharded gradient.
 
     Vectors (norms, biases) are whole on every rank, and reduced once: all together they are smaller than one matrix.
+    ``deferred``: so are matrices.
     """
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, layout: Layout, mesh: DeviceMesh, device: torch.device, deferred: bool = False) -> None:
         self._mesh, self._layout = mesh, layout
         # The replicas last, so that those of a shard have the same bits whatever the order of the other sums.
         self._groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
         self._rank, self._ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self._reducer = None
-        if self._ranks > 1:
+        self._reducer, self._deferred = None, deferred and self._ranks > 1
+        if self._ranks > 1 and not deferred:
             self._reducer = Reducer(mesh.get_group(mesh.ndim - 1), transient_values(layout, self._ranks), device)
         vectors = {e.name: e.shape[0] for e in layout.weights if len(e.shape) == 1}
         self._vectors = torch.zeros(sum(vectors.values()), dtype=torch.float32, device=device)
@@ -178,15 +187,41 @@ class Gradients:
         self.finish()
         for group in self._groups:
             dist.all_reduce(self._vectors, op=dist.ReduceOp.AVG, group=group)
+        own = list(self._own_rows())
+        if self._deferred:
+            self._scatter()
         if self._mesh.ndim > 1 and self._mesh.size(0) > 1:  # HSDP: the replicas of a shard saw other tokens
-            replicas = self._mesh.get_group(0)
-            works = [dist.all_reduce(a, op=dist.ReduceOp.AVG, group=replicas, async_op=True) for a in self._accumulators()]
-            for work in works:
+            replicas, matrices = self._mesh.get_group(0), [rows for _, rows in own if rows.dim() == 2]
+            for work in [dist.all_reduce(m, op=dist.ReduceOp.AVG, group=replicas, async_op=True) for m in matrices]:
                 work.wait()
+        yield from own
+
+    def _parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters' names with their whole accumulators."""
         for entry in self._layout.weights:
-            sink = self.sinks[entry.name]
-            if isinstance(sink, ShardedGradient):
+            if not isinstance(sink := self.sinks[entry.name], ShardedGradient):
+                yield from zip((name for name, _ in entry.parts), sink.split([n for _, n in entry.parts]), strict=True)
+
+    def _own_rows(self) -> Iterator[tuple[str, Tensor]]:
+        for entry in self._layout.weights:
+            if isinstance(sink := self.sinks[entry.name], ShardedGradient):
                 yield from zip((name for name, _ in entry.parts), sink.own, strict=True)
+        for name, grad in self._parts():
+            yield name, grad[own_rows(len(grad), self._rank, self._ranks)]
+
+    def _scatter(self) -> None:
+        """Replaces this rank's rows of every whole matrix by the ranks' mean; the others' are of no use afterwards."""
+        group, works = self._mesh.get_group(self._mesh.ndim - 1), []
+        for _, grad_NK in self._parts():
+            if grad_NK.dim() == 1:
                 continue
-            for (name, n), grad in zip(entry.parts, sink.split([n for _, n in entry.parts]), strict=True):
-                yield name, grad[own_rows(n, self._rank, self._ranks)]
+            if missing := -len(grad_NK) % self._ranks:
+                padded = torch.nn.functional.pad(grad_NK, (0, 0, 0, missing))
+                work, mine = reduce_rows(padded, group)
+                work.wait()
+                rows = grad_NK[own_rows(len(grad_NK), self._rank, self._ranks)]
+                rows.copy_(mine[: len(rows)])
+            else:
+                works.append(reduce_rows(grad_NK, group)[0])
+        for work in works:
+            work.wait()

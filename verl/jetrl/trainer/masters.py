@@ -52,11 +52,15 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) 
 class Masters:
     """Master parameters, their gradients, and the arena that they are rounded into.
 
-    An arena with slots gets a window, which the decoder's layers ask for their weights.
+    An arena with slots gets a window, which the decoder's layers ask for their weights.  ``deferred``: gradients are reduced
+    once, before the optimizer's step.
     """
 
-    def __init__(self, module: nn.Module, decoder: Decoder, arena: Arena, resident_transposed: bool = False) -> None:
-        self.decoder, self.arena, self.resident_transposed = decoder, arena, resident_transposed
+    def __init__(
+        self, module: nn.Module, decoder: Decoder, arena: Arena, resident_transposed: bool = False, deferred: bool = False
+    ) -> None:
+        self.decoder, self.arena = decoder, arena
+        self.resident_transposed, self.deferred = resident_transposed, deferred
         self.parameters = dict(module.named_parameters())
         self.mesh: DeviceMesh = next(iter(self.parameters.values())).device_mesh
         self._shards = self.mesh.ndim - 1  # the mesh's dimension over which rows are sharded
@@ -152,7 +156,7 @@ class Masters:
         for parameter in self.parameters.values():
             parameter.grad = None
         if self._gradients is None:
-            self._gradients = Gradients(self.arena.layout, self.mesh, self.arena.data.device)
+            self._gradients = Gradients(self.arena.layout, self.mesh, self.arena.data.device, self.deferred)
             self._attach(self._gradients.sinks)
         else:
             self._gradients.zero_()
