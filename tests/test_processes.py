@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from verl.jetrl import checkpoints, processes, run
 from verl.jetrl import metric_names as names
 from verl.jetrl.environment import RUN_ID, environment, run_tmp
+from verl.jetrl.report import load
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -379,6 +381,43 @@ def test_an_earlier_start_without_a_checkpoint_is_named(arm, capsys):
     assert "no checkpoint" not in capsys.readouterr().out
     assert arm(RECORD + "record(1); record(2)").run() == 0
     assert "the earlier start left no checkpoint" in capsys.readouterr().out
+
+
+def test_the_fullest_gpu_is_remembered_over_starts(arm, monkeypatch):
+    monkeypatch.setattr(run, "machine", lambda: "gpu")
+    for seen, remembered in (([3.0, 90.0, 5.0], 90.0), ([40.0], 90.0)):
+        values = iter(seen + [1.0] * 1000)
+        monkeypatch.setattr(run.device_memory, "meter", lambda values=values: lambda: next(values))
+        one = arm("import time; time.sleep(0.6); 1 / 0")
+        one.run()
+        assert next(values) == 1.0 and status(one)["peak_device_gb"] == remembered
+    assert load.load_arm(one.folder).status.peak_device_gb == 90.0
+    monkeypatch.setattr(run, "machine", lambda: "cpu")
+    monkeypatch.setattr(run.device_memory, "meter", lambda: pytest.fail("there is no GPU"))
+    arm("").run(fresh=True)
+    assert status(one)["peak_device_gb"] is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, 3.0), ("0", 1.0), ("1,0", 2.0), ("GPU-b", 2.0), ("MIG-x,0", 4.0), ("0,", 1.0)]
+)
+def test_memory_in_use_is_that_of_the_fullest_visible_gpu(monkeypatch, visible, expected):
+    from verl.jetrl import device_memory
+
+    used = {0: 1.0, 1: 2.0, 2: 3.0, "GPU-b": 2.0, "MIG-x": 4.0}
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=used[handle] * 2**30),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_memory.meter()() == expected
 
 
 def test_time_left_is_from_steps_and_not_from_the_start(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from types import FrameType
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from verl.jetrl import checkpoints, memory_plan, preflight, processes
+from verl.jetrl import checkpoints, device_memory, memory_plan, preflight, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yaml
@@ -136,6 +136,7 @@ class Arm:
         self.total = config.trainer.total_training_steps
         self.run_id = uuid.uuid4().hex[:12]
         self.segments_seen: set[str] = set()
+        self.peak_device_gb: float | None = None
 
     def run(self, fresh: bool = False) -> int:
         """Runs to the end, to an error or to a signal; returns the exit code (128 + signal when stopped)."""
@@ -150,6 +151,7 @@ class Arm:
 
     def _run(self, fresh: bool) -> int:
         status = self._read("status.json", damaged_is_empty=fresh)
+        self.peak_device_gb = None if fresh else status.get("peak_device_gb")  # of all starts
         self._end_earlier(status)
         if fresh and self.folder.exists():
             subprocess.run(["rm", "-rf", str(self.folder)], check=True)
@@ -237,7 +239,7 @@ class Arm:
             for s in previous:
                 signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
             processes.end(self.run_id, self.segments_seen)
-            self._status(state, ended=time.time(), error=error)
+            self._status(state, ended=time.time(), error=error, peak_device_gb=self.peak_device_gb)
             for s, handler in previous.items():
                 signal.signal(s, handler)
         if state == "failed":
@@ -247,6 +249,7 @@ class Arm:
     def _watch(self, child: subprocess.Popen, segment: Path, first_step: int) -> None:
         """Shows progress until the child ends."""
         position, seen_at = 0, 0.0
+        in_use = device_memory.meter() if machine() == "gpu" else None
         interactive = sys.stderr.isatty()
         # smoothing=0: the time left is from the average step; _advance leaves the start out of it.
         every = 0 if interactive else 15
@@ -255,6 +258,8 @@ class Arm:
             bar.set_postfix_str("starting")
             while child.poll() is None:
                 time.sleep(POLL_S)
+                if in_use is not None:
+                    self.peak_device_gb = max(self.peak_device_gb or 0.0, in_use())
                 position = _advance(bar, segment, position)
                 if time.monotonic() - seen_at > 2:
                     seen_at = time.monotonic()

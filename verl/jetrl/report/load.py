@@ -37,6 +37,7 @@ class Status:
     error: str | None = None
     device: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    peak_device_gb: float | None = None  # in use on the fullest GPU, by all processes: what the launcher saw twice a second
 
 
 @dataclass(frozen=True)

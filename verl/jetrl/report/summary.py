@@ -147,8 +147,15 @@ def _rows(arms: list[Arm], k: int) -> list[Row]:
         Row(
             "peak_memory_gb",
             "Throughput and memory",
-            "peak memory, GB",
+            "peak memory of the trainer, GB",
             lambda arm: max(_finite(arm, names.PEAK_MEMORY_GB), default=None),
+            better="lower",
+        ),
+        Row(
+            "peak_device_gb",
+            "Throughput and memory",
+            "peak memory of a GPU, all processes, GB",
+            lambda arm: arm.status.peak_device_gb,
             better="lower",
         ),
     ]
