@@ -1,13 +1,17 @@
-"""Where a decode step's time goes on the GPU: kernel times of an engine from vLLM's torch profiler, by kind."""
+"""Where the time of a decode step or a training step goes on the GPU: kernel times from torch's profiler, by kind."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 KINDS = (  # the first that matches a kernel's name
     ("KV cache write", r"reshape_and_cache"),
@@ -15,6 +19,16 @@ KINDS = (  # the first that matches a kernel's name
     ("GEMM", r"gemm|nvjet|cutlass|cublas|gemv|splitk"),
     ("sampling", r"gumbel|topk|top_k|softmax|argmax|sample|temperature"),
     ("norm, RoPE, activation, quantization", r"rms|rope|rotary|silu|act_and_mul|quant|_rows_kernel|triton_"),
+)
+TRAINING_KINDS = (
+    ("collectives", r"nccl"),
+    ("attention, backward", r"(flash|fmha|attn).*(bwd|backward)"),
+    ("attention, forward", r"flash|fmha|attn"),
+    ("FP8 GEMM", r"fp8_gemm"),
+    ("BF16 GEMM", r"gemm|nvjet|cutlass|cublas|gemv|splitk"),
+    ("log-probs", r"softmax|logsumexp|gather|topk"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("norm, RoPE, activation, quantization", r"rms|rope|silu|_(rows|tiles|transpose|forward|backward)_kernel|^triton_"),
 )
 REST = "copies and the rest"
 IDLE = "no kernel"
@@ -34,36 +48,59 @@ def profiler_config(folder: Path) -> dict[str, Any]:
     }
 
 
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), REST)
+def kind_of(name: str, kinds: tuple[tuple[str, str], ...] = KINDS) -> str:
+    return next((kind for kind, pattern in kinds if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
-def kernel_times(folder: Path, layers: int) -> dict[str, Any]:
-    """Milliseconds per step by kind of kernel, from the traces in ``folder``; and the largest kernels by name.
-
-    A step writes the KV cache once per layer, which tells how many there were.  Raises ValueError without such a kernel.
-    """
-    events = [
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """What ran on the GPU, from the traces (``*.json.gz``) in ``folder``."""
+    return [
         event
         for path in sorted(folder.glob("*.json.gz"))
         for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
+
+
+def kernel_times(folder: Path, layers: int) -> dict[str, Any]:
+    """Milliseconds per decode step by kind of kernel, from the traces in ``folder``; and the largest kernels by name.
+
+    A step writes the KV cache once per layer, which tells how many there were.  Raises ValueError without such a kernel.
+    """
+    events = events_of(folder)
     steps = sum(kind_of(event["name"]) == "KV cache write" for event in events) / layers
     if not steps:
         raise ValueError(f"no decode step was recorded in {folder}")
-    kinds: Counter[str] = Counter()
+    return summary(events, steps)
+
+
+def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, str], ...] = KINDS) -> dict[str, Any]:
+    """Milliseconds per step by kind of kernel and of the largest kernels.
+
+    Streams overlap: the kinds may add up to more than the step, and ``no kernel`` is when no stream ran anything.
+    """
+    by_kind: Counter[str] = Counter()
     names: Counter[str] = Counter()
     busy, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event["ts"]):
-        kinds[kind_of(event["name"])] += event["dur"]
+        by_kind[kind_of(event["name"], kinds)] += event["dur"]
         names[event["name"]] += event["dur"]
         busy += max(event["ts"] + event["dur"] - max(end, event["ts"]), 0.0)
         end = max(end, event["ts"] + event["dur"])
-    kinds[IDLE] = end - min(event["ts"] for event in events) - busy
+    by_kind[IDLE] = end - min(event["ts"] for event in events) - busy
     ms = 1e-3 / steps
     return {
         "steps": steps,
-        "ms_per_step": {kind: us * ms for kind, us in kinds.most_common()},
+        "ms_per_step": {kind: us * ms for kind, us in by_kind.most_common()},
         "largest": {name[:160]: us * ms for name, us in names.most_common(12)},
     }
+
+
+def training_times(step: Callable[[], Any]) -> dict[str, Any]:
+    """The kernels of one training step, which this runs under the profiler; needs a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(f"{folder}/step.json.gz")
+        return summary(events_of(Path(folder)), 1, TRAINING_KINDS)

@@ -395,6 +395,7 @@ def gradient_digest(engine: Any, loss: Callable, data: Any) -> str:
 
 def measure(name: str, options: Options) -> dict[str, Any]:
     """Everything of one arm on this rank."""
+    from benchmarks.traces import training_times
     from benchmarks.train_layers import unfused
 
     arm, begun = ARMS[name], time.perf_counter()
@@ -423,6 +424,9 @@ def measure(name: str, options: Options) -> dict[str, Any]:
             data = batch_of(arm, options, options.lengths[0], 2)
             digests = [gradient_digest(engine, loss, data) for _ in range(2)]
             result["same_gradient_bits"] = digests[0] == digests[1]
+            if torch.cuda.is_available():
+                data = batch_of(arm, options, options.lengths[0])
+                result["profile"] = training_times(lambda: step(engine, loss, data))
         if options.world > 1 and arm.model != "compiled":
             with Collectives() as collectives:  # last: torch.compile does not work under a dispatch mode
                 step(engine, loss, batch_of(arm, options, options.lengths[0]))
@@ -653,6 +657,9 @@ def report(result: dict) -> str:
 
     parts = [f"`{run['command']}` on {run['device']}:" for run in result["runs"].values()]
     parts.append(markdown(["figure", "value"], [[k, v] for k, v in result["figures"].items()]))
+    parts += [
+        profiles(part, of["arms"]) for part, of in result["samples"].items() if any("profile" in a for a in of["arms"].values())
+    ]
     shares = [f"share_of_{what}" for what in ("bf16_ceiling", "fp8_ceiling", "ideal")]
     columns = ["part", "arm", "length", "tokens_per_s", *PHASES, "grad_norm", *shares]
     lines = []
@@ -663,6 +670,18 @@ def report(result: dict) -> str:
     for part, values in result["samples"].items():
         parts += [f"{part} {n}: {a[k]}" for n, a in values["arms"].items() for k in ("skipped", "error") if k in a]
     return "\n\n".join(parts)
+
+
+def profiles(part: str, arms: dict[str, dict]) -> str:
+    """Kernel times of one step by kind, arms side by side; streams overlap.  "" where no arm has them."""
+    from benchmarks.tables import markdown
+
+    times = {name: arm["profile"]["ms_per_step"] for name, arm in arms.items() if "profile" in arm}
+    if not times:
+        return ""
+    kinds = list(dict.fromkeys(kind for of in times.values() for kind in of))
+    rows = [[kind, *(of.get(kind) for of in times.values())] for kind in kinds]
+    return f"Kernels of a step, {part}, ms:\n\n" + markdown(["kernels", *times], rows)
 
 
 # --- command line ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.traces import IDLE, REST, kernel_times, kind_of
+from benchmarks.traces import IDLE, REST, TRAINING_KINDS, kernel_times, kind_of, summary
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,37 @@ from benchmarks.traces import IDLE, REST, kernel_times, kind_of
 )
 def test_kinds(name, kind):
     assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>", "attention, forward"),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor",
+            "attention, backward",
+        ),
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, 4096u>", "FP8 GEMM"),
+        ("void deep_gemm::sm90_bf16_gemm_impl<0u, 151936u>", "BF16 GEMM"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "BF16 GEMM"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "collectives"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float>", "log-probs"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
+        ("_silu_mul_backward_tiles_kernel", "norm, RoPE, activation, quantization"),
+        ("_forward_kernel", "norm, RoPE, activation, quantization"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", REST),
+    ],
+)
+def test_training_kinds(name, kind):
+    assert kind_of(name, TRAINING_KINDS) == kind
+
+
+def test_streams_that_overlap_are_not_idle():
+    events = [
+        {"name": name, "ts": ts, "dur": dur} for name, ts, dur in (("nccl_a", 0, 80), ("x_gemm", 10, 20), ("x_gemm", 90, 10))
+    ]
+    found = summary(events, 1, TRAINING_KINDS)["ms_per_step"]
+    assert found == pytest.approx({"collectives": 0.08, "BF16 GEMM": 0.03, IDLE: 0.01})
 
 
 def test_times_are_per_step(tmp_path):

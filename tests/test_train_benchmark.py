@@ -84,3 +84,12 @@ def test_the_ratio_is_against_the_fastest_bf16_arm():
     assert rows["fp8", 64]["tokens_per_s"] == pytest.approx(2048.0)
     ratio = rows["fp8", 64]["share_of_bf16_ceiling"] / rows["fp8", 64]["share_of_fp8_ceiling"]
     assert ratio == pytest.approx(2.0)
+
+
+def test_kernel_times_stand_side_by_side():
+    arms = {"fp8": {"profile": {"ms_per_step": {"FP8 GEMM": 2.0, "no kernel": 1.0}}}, "bf16": {"error": "out of memory"}}
+    arms["bf16_fused"] = {"profile": {"ms_per_step": {"BF16 GEMM": 4.0}}}
+    rows = train.profiles("8b", arms).splitlines()
+    assert rows[2:] == ["| kernels | fp8 | bf16_fused |", "|---|---|---|", "| FP8 GEMM | 2 | - |", "| no kernel | 1 | - |",
+                        "| BF16 GEMM | - | 4 |"]  # fmt: skip
+    assert train.profiles("4b", {"fp8": {}}) == ""

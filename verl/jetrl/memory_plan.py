@@ -219,7 +219,8 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
     yield item(f"Adam moments / {N}", 8 * P / N, moments, OPTIMIZER_OFFLOAD)
     if not _get(config, FUSED_ADAM):
         yield item(f"Adam's temporary / {N}", 4 * P / N, (STEP,), FUSED_ADAM, estimate=True)
-    yield item("largest parameter, whole", 4 * m.V * m.H, (START, UPDATE, STEP), estimate=True)
+    # ROLLOUT: the weights' hashes are taken once the KV cache is there.
+    yield item("largest parameter, whole", 4 * m.V * m.H, (START, UPDATE, STEP, ROLLOUT), estimate=True)
     if _fp8(config):
         if _sharded(config):
             yield item(f"FP8 weights, scales: own rows / {N}", m.fp8_bytes / N, PHASES, ARENA)

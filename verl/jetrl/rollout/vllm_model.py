@@ -5,7 +5,7 @@ size is allocated in the worker.  What sleep mode discards is the KV cache.
 
 With arena=sharded the worker has FP8 weights of its own, which sleep mode discards too: vLLM allocates what a loader asks for
 from the pool of its weights, and wakes it at the same addresses.  verl wakes it, updates the weights, and wakes the KV cache,
-before a first request too; until then they are NaN.
+before a first request too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl.jetrl.arena import SLOTS, Arena, ArenaError, layout_of, linears_of, re
 from verl.jetrl.fp8 import gemm, ops, precompile
 from verl.jetrl.model.decoder import Body, Decoder
 from verl.jetrl.rollout import exact_attention
-from verl.jetrl.window import NAN, receive
+from verl.jetrl.window import receive
 
 ARCHITECTURE = "JetRLForCausalLM"
 LOAD_FORMAT = "jetrl_arena"
@@ -139,8 +139,9 @@ class ArenaLoader(BaseModelLoader):
         if not model.arena.control.version:
             raise ArenaError("the weight arena has not been written: the trainer must round its weights into it first")
         if sharded:
+            # Zeros, and no NaN, until the first update: vLLM samples from made-up requests when it starts, and with NaN logits
+            # an id past a small vocabulary's end.  No real request is served before.
             model.own = Arena.private(linears_of(layout), device)
-            model.own.data.fill_(NAN)
             model.arena.control.enter()
         model.bind(model.arena, *([model.own] if sharded else []))
         if T > 1:

@@ -187,7 +187,8 @@ class JetRLEngine(FSDPEngineWithLMHead):
             return
         for entry in self.masters.arena.layout.weights:
             parts = list(self.masters.quantized(entry))
-            yield entry.name, torch.cat([values.view(torch.uint8) for values, _ in parts]).view(entry.dtype)
+            whole = torch.cat([values.view(torch.uint8) for values, _ in parts]) if len(parts) > 1 else parts[0][0]
+            yield entry.name, whole.view(entry.dtype)
             if parts[0][1] is not None:
                 yield f"{entry.name.rpartition('.')[0]}.{SCALE}", torch.cat([s for _, s in parts])
 
