@@ -96,6 +96,14 @@ def test_only_one_byte_per_value_is_saved():
     assert saved(Wgrad()) <= 0.52 * bf16 and saved(Wgrad("group")) <= 0.55 * bf16 and saved(Wgrad(saved="bf16")) == bf16
 
 
+@pytest.mark.parametrize("tokens", [0, 130])
+def test_a_weight_gradient_replaces_what_was_there_on_request(tokens):
+    dy_t = ops.quantize_cols(torch.randn(tokens, 256).bfloat16())
+    x_t = ops.quantize_transposed(torch.randn(tokens, 128).bfloat16(), "block")
+    over = ops.wgrad(dy_t, x_t, torch.full((256, 128), torch.nan), add=False)
+    assert torch.equal(over, ops.wgrad(dy_t, x_t, torch.zeros(256, 128))) and over.isfinite().all()
+
+
 def test_main_grad_accumulates_and_the_parameter_gets_none():
     x, w, dy = randn(128, 192), nn.Parameter(torch.randn(256, 192)), randn(128, 256)
     (once,) = torch.autograd.grad(fp8_linear(x, w), (w,), dy)
@@ -180,7 +188,7 @@ def test_operators_are_well_formed():
         "transpose_bytes": (q,),
         "gemm_nt": (q, s, w.q, w.s, None, "deep_gemm"),
         "wgrad": (*dy_t, *x_t, torch.bfloat16),
-        "wgrad_": (torch.zeros(384, 256), *dy_t, *x_t),
+        "wgrad_": (torch.zeros(384, 256), *dy_t, *x_t, True),
         "rms_norm": (x, norm, 1e-6, None),
         "rms_norm_quantize": (x, norm, 1e-6, x),
         "rms_norm_transposed": (x, torch.ones(130), norm, "group"),

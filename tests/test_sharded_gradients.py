@@ -279,16 +279,19 @@ def test_verl_gives_every_rank_as_many_micro_batches(ranks_of):
 
 def test_a_backward_that_fails_reduces_nothing_and_two_open_gradients_are_refused(mesh):
     gradient = ShardedGradient(gradients.Reducer(mesh.get_group(), 256, torch.device("cpu")), [2, 2], 32)
-    with pytest.raises(ZeroDivisionError), gradient as grad:
+    with pytest.raises(ZeroDivisionError), gradient.opened() as grad:
         grad.fill_(1)
         raise ZeroDivisionError
-    with gradient as grad:
+    with gradient.opened() as grad:
         assert not grad.any() and grad.shape == (4, 32)
         grad[1:].fill_(2)
-        with pytest.raises(RuntimeError, match="two weight gradients are open"):
-            gradient.__enter__()
+        with pytest.raises(RuntimeError, match="two weight gradients are open"), gradient.opened():
+            pass
+    for _ in range(3):
+        with gradient.opened(zeroed=False) as grad:
+            grad.fill_(1)
     gradient._reducer.finish()
-    assert [part.sum().item() for part in gradient.own] == [64, 128]
+    assert [part.sum().item() for part in gradient.own] == [64 + 3 * 64, 128 + 3 * 64]
 
 
 def test_one_rank_adds_straight_into_the_accumulator(mesh):

@@ -114,7 +114,9 @@ class _Cpu:
         return ref.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), out_dtype)
 
     @staticmethod
-    def wgrad_(target, a_q, a_s, b_q, b_s):
+    def wgrad_(target, a_q, a_s, b_q, b_s, add):
+        if not add:
+            target.zero_()
         ref.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), torch.float32, target)
 
     @staticmethod
@@ -232,13 +234,15 @@ class _Cuda:
         return _wgrad(Quantized(a_q, a_s), Quantized(b_q, b_s), out_dtype)
 
     @staticmethod
-    def wgrad_(target, a_q, a_s, b_q, b_s):
-        K = b_q.shape[0]
-        if a_q.shape[1] == 0:
+    def wgrad_(target, a_q, a_s, b_q, b_s, add):
+        K, tokens = b_q.shape[0], a_q.shape[1]
+        if tokens and b_s.shape[0] == groups(K) and b_s.shape[0] != K:
+            product = gemm.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), gemm.NO_TOKENS)
+            target.add_(product) if add else target.copy_(product)
             return
-        if b_s.shape[0] == groups(K) and b_s.shape[0] != K:
-            target.add_(gemm.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), gemm.NO_TOKENS))
-        else:
+        if not add:
+            target.zero_()
+        if tokens:
             gemm.gemm_nt_groups(Quantized(a_q, a_s), Quantized(b_q, b_s), target)
 
     @staticmethod
@@ -357,7 +361,7 @@ class _Fake:
         return a_q.new_empty((a_q.shape[0], b_q.shape[0]), dtype=out_dtype)
 
     @staticmethod
-    def wgrad_(target, a_q, a_s, b_q, b_s):
+    def wgrad_(target, a_q, a_s, b_q, b_s, add):
         return None
 
     @staticmethod
@@ -413,7 +417,7 @@ _SCHEMAS = (
     "transpose_bytes(Tensor q) -> Tensor",
     "gemm_nt(Tensor a_q, Tensor a_s, Tensor b_q, Tensor b_s, Tensor? bias, str backend) -> Tensor",
     "wgrad(Tensor a_q, Tensor a_s, Tensor b_q, Tensor b_s, ScalarType out_dtype) -> Tensor",
-    "wgrad_(Tensor(a!) target, Tensor a_q, Tensor a_s, Tensor b_q, Tensor b_s) -> ()",
+    "wgrad_(Tensor(a!) target, Tensor a_q, Tensor a_s, Tensor b_q, Tensor b_s, bool add) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor)",
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
     "rms_norm_transposed(Tensor h, Tensor rstd, Tensor weight, str transposed) -> (Tensor, Tensor)",
@@ -521,19 +525,24 @@ def dgrad(dy: Quantized, w_t: Quantized, backend: str = "deep_gemm") -> Tensor:
 
 
 def wgrad(
-    dy_t: Quantized, x_t: Quantized, accumulate_NK: Tensor | None = None, out_dtype: torch.dtype = torch.float32
+    dy_t: Quantized,
+    x_t: Quantized,
+    accumulate_NK: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    add: bool = True,
 ) -> Tensor:
     """``dy_MN.T @ x_MK`` from transposed operands: ``dy_t`` (N, P) in groups, ``x_t`` (K, P) in groups or blocks.
 
     The sum over a call's tokens is taken in FP32.  Returns it as ``out_dtype``, or adds it to ``accumulate_NK`` (FP32,
-    in place) and returns that.  On a GPU blocks run the fast 1D-2D kernel, whose sum is rounded to BF16 once before it
-    is returned or added; groups run the 1D-1D kernel, which adds in FP32.
+    in place; with ``add=False`` what is there is overwritten) and returns that.  On a GPU blocks run the fast 1D-2D
+    kernel, whose sum is rounded to BF16 once before it is returned or added; groups run the 1D-1D kernel, which adds in
+    FP32.
     """
     if accumulate_NK is None:
         return _ops.wgrad(dy_t.q, dy_t.s, x_t.q, x_t.s, out_dtype)
     if accumulate_NK.dtype != torch.float32 or not accumulate_NK.is_contiguous():
         raise ValueError("wgrad: accumulate_NK must be a contiguous FP32 tensor")
-    _ops.wgrad_(accumulate_NK, dy_t.q, dy_t.s, x_t.q, x_t.s)
+    _ops.wgrad_(accumulate_NK, dy_t.q, dy_t.s, x_t.q, x_t.s, add)
     return accumulate_NK
 
 

@@ -1,7 +1,7 @@
 """The decoder's steps with gradients: the operators of :mod:`verl.jetrl.model.decoder` plus their backward.
 
 Weights are no autograd tensors here: they are views of the arena, which holds no gradients.  Each backward adds its weight
-gradient to the FP32 ``main_grad`` of the layer, summed over micro-batches: a tensor, or a :data:`GradientSink` that is
+gradient to the FP32 ``main_grad`` of the layer, summed over micro-batches: a tensor, or a :class:`GradientSink` that is
 opened once per backward; :func:`anchor` keeps the graph alive down to the first layer.  What the forward saves of an
 activation is wgrad's FP8 operand, rounded once from BF16; after a norm not even that: it is made in the backward from the
 norm's input, which its own backward needs.
@@ -10,7 +10,7 @@ norm's input, which its own backward needs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 X_GROUPS = "block"  # wgrad's x operand: 128x128 blocks, the fast kernel (docs/fp8.md has its error and speed)
 
 
-# Gives a zeroed FP32 matrix to add to and takes it back: a weight's gradient whose sum lies elsewhere.
-GradientSink = AbstractContextManager[Tensor]
+class GradientSink(Protocol):
+    """A weight's gradient whose sum lies elsewhere."""
+
+    def opened(self, zeroed: bool = True) -> AbstractContextManager[Tensor]:
+        """Gives an FP32 matrix for one backward's gradient and takes it back; not ``zeroed``, all of it has to be written."""
 
 
 def anchor(device: torch.device) -> Tensor:
@@ -34,11 +37,14 @@ def anchor(device: torch.device) -> Tensor:
     return torch.empty(0, device=device, requires_grad=True)
 
 
-def sink(grad: Tensor | GradientSink | None, what: str) -> AbstractContextManager[Tensor]:
-    """``with sink(layer.main_grad, ...) as grad``: the FP32 tensor that a backward adds the whole gradient to."""
+def sink(grad: Tensor | GradientSink | None, what: str, zeroed: bool = True) -> AbstractContextManager[Tensor]:
+    """``with sink(layer.main_grad, ...) as grad``: the FP32 tensor that a backward adds the whole gradient to.
+
+    ``zeroed=False``: a sink's is not, and has to be overwritten.
+    """
     if grad is None:
         raise RuntimeError(f"{what}: no gradient accumulator; the trainer allocates them before a backward pass")
-    return nullcontext(grad) if isinstance(grad, Tensor) else grad
+    return nullcontext(grad) if isinstance(grad, Tensor) else grad.opened(zeroed)
 
 
 def _linear_backward(
@@ -49,14 +55,15 @@ def _linear_backward(
         with sink(proj.bias_grad, "bias") as bias_grad_N:
             bias_grad_N.add_(dy_MN.sum(0, dtype=torch.float32))
     parts, start, dys, dx = proj.part_rows, 0, [], None
-    with sink(proj.main_grad, "Fp8Linear") as main_grad_NK:  # closed before dgrad, which its reduction overlaps
+    add = isinstance(proj.main_grad, Tensor)  # the parts are all of a sink's matrix: no need to zero it first
+    with sink(proj.main_grad, "Fp8Linear", zeroed=False) as main_grad_NK:  # closed before dgrad, which its reduction overlaps
         for rows in parts:
             if quantized_dy is not None:
                 dy, dy_t = quantized_dy
             else:
                 part_dy = dy_MN if len(parts) == 1 else dy_MN[:, start : start + rows].contiguous()
                 dy, dy_t = ops.quantize_both(part_dy, "group")
-            ops.wgrad(dy_t, x_t, accumulate_NK=main_grad_NK[start : start + rows])
+            ops.wgrad(dy_t, x_t, accumulate_NK=main_grad_NK[start : start + rows], add=add)
             dys.append(dy)
             start += rows
     for index, dy in enumerate(dys):

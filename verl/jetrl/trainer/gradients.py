@@ -1,8 +1,8 @@
 """FP32 weight gradients of the shared decoder: whole on one rank, sharded by rows over several.
 
 On one rank a backward adds straight into the accumulator of a weight.  On several each rank keeps the accumulators of its
-own rows only.  A backward then opens the weight's :class:`ShardedGradient`, adds to the zeroed whole matrix that it gets,
-and closes it: the ranks' mean is reduce-scattered while the next layer's backward runs, and added to the accumulator later.
+own rows only.  A backward then opens the weight's :class:`ShardedGradient`, writes the whole matrix that it gets, and closes
+it: the ranks' mean is reduce-scattered while the next layer's backward runs, and added to the accumulator later.
 
 Every rank must open the same gradients in the same order, whatever its tokens: autograd runs one graph in one order, and
 verl gives every rank the same number of micro-batches (``prepare_micro_batches(same_micro_num_in_dp=True)``; in 0.9.1
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class Reducer:
         self._on_way: deque[tuple[int, int, list[tuple[dist.Work, Tensor, Tensor]]]] = deque()
 
     def take(self, values: int) -> Tensor:
-        """Zeroed memory; what was on its way from there has arrived."""
+        """Memory with anything in it; what was on its way from there has arrived."""
         if self._open:
             raise RuntimeError("two weight gradients are open at a time: close one before the next")
         self._open = True
@@ -77,7 +78,7 @@ class Reducer:
         self._next = end = start + values
         while any(start < other_end and other_start < end for other_start, other_end, _ in self._on_way):
             self._arrive()
-        return self._ring[start:end].zero_()
+        return self._ring[start:end]
 
     def start(self, memory: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> None:
         """Starts the reduction of ``pieces`` that lie in taken ``memory``: whole (rows padded to the ranks), accumulator."""
@@ -102,7 +103,7 @@ class Reducer:
 
 
 class ShardedGradient:
-    """The sink of one weight matrix: ``with sink as grad_NK`` gives the zeroed FP32 matrix that a backward adds to."""
+    """The sink of one weight matrix: ``with sink.opened() as grad_NK`` gives the FP32 matrix of one backward's gradient."""
 
     def __init__(self, reducer: Reducer, rows: list[int], K: int) -> None:
         self._reducer, self._rows, self._K = reducer, rows, K
@@ -110,14 +111,16 @@ class ShardedGradient:
         shares = [own_rows(n, reducer.rank, reducer.ranks) for n in rows]
         self.own = [torch.zeros(s.stop - s.start, K, dtype=torch.float32, device=reducer.device) for s in shares]
 
-    def __enter__(self) -> Tensor:
-        self._memory = self._reducer.take(self._values)
-        return self._memory[: sum(self._rows) * self._K].view(-1, self._K)
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        memory, self._memory = self._memory, None
-        pieces = [] if error else list(zip(self._padded(memory), self.own, strict=True))
-        self._reducer.start(memory, pieces)
+    @contextmanager
+    def opened(self, zeroed: bool = True) -> Iterator[Tensor]:
+        """See :class:`verl.jetrl.model.autograd.GradientSink`.  After an error in the block nothing is reduced."""
+        memory, pieces = self._reducer.take(self._values), []
+        whole_NK = memory[: sum(self._rows) * self._K].view(-1, self._K)
+        try:
+            yield whole_NK.zero_() if zeroed else whole_NK
+            pieces = list(zip(self._padded(memory), self.own, strict=True))
+        finally:
+            self._reducer.start(memory, pieces)
 
     def _padded(self, memory: Tensor) -> Iterator[Tensor]:
         """The parts, each of as many rows for every rank: where they lie, or, unequal ones, copied behind them."""
@@ -130,7 +133,7 @@ class ShardedGradient:
         start = 0
         for part, n in zip(parts, padded, strict=True):
             copy = rest[start : start + n * self._K].view(n, self._K)
-            copy[: len(part)].copy_(part)
+            copy[: len(part)].copy_(part)  # what the rows behind it sum up to belongs to no rank
             start += n * self._K
             yield copy
 
