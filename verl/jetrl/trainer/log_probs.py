@@ -73,12 +73,14 @@ class _LogProbs(torch.autograd.Function):
                     log_p_MV = logits_MV.log_softmax(-1)
                     mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
                     d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
-                d_MV *= -d_log_prob_M[rows, None]
-                d_MV.scatter_add_(-1, ids_M[rows, None], d_log_prob_M[rows, None])
+                # (p - 1 at the token) * -d / T: in as few passes over the logits as there can be.
+                d_MV.scatter_add_(-1, ids_M[rows, None], d_MV.new_full((), -1.0).expand(len(d_MV), 1))
+                scale_M1 = -(d_log_prob_M[rows] / temperature_M[rows].float())[:, None]
                 if ctx.with_entropy:
-                    d_MV += d_entropy_MV
-                d_MV /= temperature_M[rows, None].float()
-                dx_MH[rows] = add_head_gradient(ctx.head, main_grad_VH, d_MV.to(torch.bfloat16), x_MH[rows])
+                    d_MV = d_MV.mul_(scale_M1).add_(d_entropy_MV.div_(temperature_M[rows, None].float())).to(torch.bfloat16)
+                else:
+                    d_MV = torch.mul(d_MV, scale_M1, out=torch.empty_like(d_MV, dtype=torch.bfloat16))
+                dx_MH[rows] = add_head_gradient(ctx.head, main_grad_VH, d_MV, x_MH[rows])
         return dx_MH, None, None, None, None, None
 
 
