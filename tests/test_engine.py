@@ -643,9 +643,12 @@ def test_masked_log_probs_normalise_over_the_tokenizers_ids():
         torch.testing.assert_close(torch.log_softmax(masked, -1)[..., :311], wanted)
         assert torch.softmax(masked, -1)[..., 311:].max() == 0
         unmasked = torch.log_softmax(logits.float() / temperature, -1)[..., :311]
-        mass = padding_mass(logits, 311, temperature)
-        assert mass.shape == (2, 5) and (mass < 0).all() and mass.min() < -0.1
-        torch.testing.assert_close(unmasked - wanted, mass[..., None].expand_as(wanted), rtol=1e-4, atol=1e-5)
+        scaled = logits.float().flatten(0, 1) / temperature
+        for chosen in (0, 300):
+            mass = padding_mass(scaled[:, 311:], scaled[:, chosen], unmasked.flatten(0, 1)[:, chosen])
+            assert mass.shape == (10,) and (mass < 0).all() and mass.min() < -0.1
+            expected = mass.view(2, 5, 1).expand_as(wanted)
+            torch.testing.assert_close(unmasked - wanted, expected, rtol=1e-4, atol=1e-5)
     assert mask_padding(logits, 384) is logits and mask_padding(logits, 400) is logits
 
 

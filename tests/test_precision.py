@@ -141,6 +141,10 @@ def test_fp8_under_fsdps_own_offloading_is_refused():
 
 @pytest.mark.parametrize("arm", ["bf16", "bf16-train-fp8-rollout", "bf16-train-fp8-rollout-tis", "jetrl"])
 def test_a_sound_configuration_has_no_problems(setting, arm):
+    if "fp8-rollout" in arm:
+        assert "hidden_size=32" in preflight.problems(setting(arm))[0]
+        heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=64)
+        make_checkpoint(setting.model, hidden_size=128, intermediate_size=256, **heads)
     assert preflight.problems(setting(arm)) == []
 
 
@@ -405,3 +409,20 @@ def test_arms_differ_only_in_precision(root, tmp_path):
 def test_the_printed_configuration_is_whole(root, tmp_path):
     text = resolved_yaml(compose(root / "recipes/tiny", "jetrl", tmp_path / "jetrl"))
     assert "${" not in text and json.dumps(str(root / "recipes/tiny"))[1:-1] in text
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        (dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128), []),
+        (
+            dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3),  # SmolLM2-135M
+            ["hidden_size=576", "num_attention_heads * head_dim=576", "num_key_value_heads * head_dim=192"],
+        ),
+    ],
+)
+def test_models_that_the_stock_fp8_rollout_gets_wrong_are_refused(model, refused):
+    from transformers import AutoConfig
+
+    found = "\n".join(preflight._stock_fp8(AutoConfig.for_model("llama", **model)))
+    assert bool(found) == bool(refused) and all(part in found for part in refused) and "intermediate_size" not in found

@@ -18,6 +18,8 @@ from verl.jetrl.run import MAIN_ARMS
 
 RECIPES = ("tiny", "qwen3-8b", "smollm2-135m")
 ALL_ARMS = {*MAIN_ARMS, "bf16-train-fp8-rollout-tis", "jetrl-exact"}
+# vLLM's own block FP8 does not run SmolLM2's widths.
+ARMS_OF = {recipe: {arm for arm in ALL_ARMS if recipe != "smollm2-135m" or "fp8-rollout" not in arm} for recipe in RECIPES}
 PRECISION = "actor_rollout_ref.actor.fsdp_config.precision_flow.linear"
 MIXED = {"jetrl.mixed_precision", "actor_rollout_ref.rollout.quantization"}
 # What a difference of precision_flow.linear shows up as, through the interpolations of the base configuration.
@@ -44,16 +46,17 @@ OF_THE_ARM = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_arms_differ_only_in_what_they_are_about(root: Path, tmp_path: Path, recipe: str) -> None:
     folder = root / "recipes" / recipe
-    assert set(arms(folder)) == ALL_ARMS
+    assert set(arms(folder)) == ARMS_OF[recipe]
     base = compose(folder, "bf16", tmp_path / "bf16")
-    for arm, expected in DIFFERENCES.items():
+    for arm in ARMS_OF[recipe] - {"bf16"}:
+        expected = DIFFERENCES[arm]
         changed = {key for key, _, _ in diff(base, compose(folder, arm, tmp_path / arm))}
         assert changed - OF_THE_ARM == expected, arm
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_arm_files_are_short(root: Path, recipe: str) -> None:
-    for arm in ALL_ARMS:
+    for arm in ARMS_OF[recipe]:
         assert len((root / "recipes" / recipe / f"{arm}.yaml").read_text().splitlines()) <= 15, arm
 
 

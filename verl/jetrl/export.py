@@ -129,7 +129,7 @@ def _warn(layout: Layout) -> None:
     if ragged:
         print(
             f"warning: {len(ragged)} weights, {ragged[0]} first, have sizes that are no multiples of {BLOCK}: transformers "
-            "without a GPU misreads their scales" + (f"; vLLM refuses {fused[0]}, which it fuses" if fused else ""),
+            "without a GPU misreads their scales" + (f"; so does vLLM those of {fused[0]}, which it fuses" if fused else ""),
             file=sys.stderr,
         )
 

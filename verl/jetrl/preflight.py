@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl.jetrl import memory_plan, patching
 from verl.jetrl.arena import head_dim, layout_of, rows_of
+from verl.jetrl.fp8.format import BLOCK
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow, engine_problems
 from verl.jetrl.rollout.exact_attention import same_bits
 
@@ -244,6 +245,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
             found.append("LoRA with FP8 is not supported: set actor_rollout_ref.model.lora_rank=0")
     if (flow.fp8 or stock) and model is not None and model.model_type not in SUPPORTED_MODELS:
         found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
+    if stock == "fp8" and model is not None and model.model_type in SUPPORTED_MODELS:
+        found += _stock_fp8(model)
     if flow.fp8:
         found += _fp8_training(config)
         found += _arena(config, model)
@@ -265,6 +268,24 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     if mode != "sync" or not config.trainer.use_v1:
         found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
     return found
+
+
+def _stock_fp8(model: PretrainedConfig) -> list[str]:
+    """Widths that vLLM's own block FP8 takes without an error and gets wrong (scales of fused layers), or stops at on a GPU."""
+    D = head_dim(model)
+    widths = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads * head_dim": model.num_attention_heads * D,
+        "num_key_value_heads * head_dim": model.num_key_value_heads * D,
+    }
+    wrong = [f"{name}={width}" for name, width in widths.items() if width % BLOCK]
+    if not wrong:
+        return []
+    return [
+        f"actor_rollout_ref.rollout.quantization=fp8 with {', '.join(wrong)}: vLLM's own block FP8 is right for multiples of "
+        f"{BLOCK} only. Run the arms bf16, jetrl or jetrl-exact"
+    ]
 
 
 def _fp8_training(config: DictConfig) -> list[str]:

@@ -34,7 +34,8 @@ from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yam
 from verl.jetrl.config_diff import diff, load_config
 from verl.jetrl.environment import environment
 
-MAIN_ARMS = ("bf16", "bf16-train-fp8-rollout", "jetrl")
+# jetrl before the stock FP8 rollout: it compiles DeepGEMM's kernels in parallel, vLLM one by one, and both read one cache.
+MAIN_ARMS = ("bf16", "jetrl", "bf16-train-fp8-rollout")
 VERSIONS = ("verl", "vllm", "torch", "ray", "transformers", "triton")
 POLL_S = 0.5
 # "(JetRLHttpServer pid=7) (EngineCore pid=9) ERROR 11-29 19:58:29 [core.py:10] " before what a worker says.

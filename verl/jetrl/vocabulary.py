@@ -17,8 +17,12 @@ def mask_padding(logits: Tensor, vocabulary: int) -> Tensor:
     return logits.masked_fill(padding, MASKED)
 
 
-def padding_mass(logits: Tensor, vocabulary: int, temperature: float = 1.0) -> Tensor:
-    """log(1 - probability of the ids >= ``vocabulary``) per position, FP32, shape (...): the share of the mismatch
-    between rollout and trainer that an unmasked vocabulary makes."""
-    scaled = logits.detach().float() / temperature
-    return torch.logsumexp(scaled[..., :vocabulary], -1) - torch.logsumexp(scaled, -1)
+def padding_mass(padding_TP: Tensor, chosen_T: Tensor, log_probs_T: Tensor) -> Tensor:
+    """log(1 - probability of the padding ids) per position, FP32: the share of the mismatch between rollout and trainer that
+    an unmasked vocabulary makes.
+
+    From the logits of the P padding ids, and the logit and log-prob of any id, which tell the sum over all of them: to read
+    the whole vocabulary again would cost as much as the log-softmax.
+    """
+    total_T = chosen_T.float() - log_probs_T.float()
+    return torch.log1p(-(padding_TP.float() - total_T[:, None]).exp().sum(-1))

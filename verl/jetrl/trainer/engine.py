@@ -131,9 +131,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
         if self.flow.fp8:
             return super().prepare_model_outputs(*self._fused(output, output_args, micro_batch), logits_processor_func)
         logits = output.logits  # None with model.use_fused_kernels
+        outputs = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if not torch.is_grad_enabled() and logits is not None and logits.shape[-1] > vocabulary:
-            self._note_padding(logits, micro_batch, vocabulary)
-        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+            self._note_padding(logits, output_args, outputs["log_probs"], micro_batch, vocabulary)
+        return outputs
 
     def _fused(self, output, output_args: dict, micro_batch: TensorDict) -> tuple[SimpleNamespace, dict, TensorDict]:
         """The arguments of verl's ``prepare_model_outputs`` for a model that gives log-probs instead of logits."""
@@ -154,14 +155,21 @@ class JetRLEngine(FSDPEngineWithLMHead):
         tu.assign_non_tensor(fused, use_fused_kernels=True)
         return SimpleNamespace(log_probs=chosen[None], entropy=None if entropy is None else entropy[None]), output_args, fused
 
-    def _note_padding(self, logits: Tensor, micro_batch: TensorDict, vocabulary: int) -> None:
+    def _note_padding(
+        self, logits: Tensor, output_args: dict, log_probs: Tensor, micro_batch: TensorDict, vocabulary: int
+    ) -> None:
         temperature = micro_batch["temperature"]
         sampled = {"prompts", "responses"} <= set(micro_batch.keys())  # fine-tuning data is not
         if not sampled or isinstance(temperature, Tensor) or logits.shape[0] != 1 or self.use_ulysses_sp:
             return  # not one packed row of whole sampled sequences: nothing is reported
-        cost_T = padding_mass(logits.squeeze(0), vocabulary, float(temperature)).abs()
+        log_probs_T = log_probs.values()
+        T = len(log_probs_T)
+        logits_TV, ids_T = logits[0, :T], output_args["input_ids_rmpad_rolled"][:T]
+        few = torch.cat((logits_TV.gather(-1, ids_T[:, None]), logits_TV[:, vocabulary:]), -1)
+        few /= few.new_full((), temperature)  # as verl divides: the temperature in the logits' dtype
+        cost_T = padding_mass(few[:, 1:], few[:, 0], log_probs_T).abs()
         total, tokens = getattr(self, "_padding", (0.0, 0))
-        responses = no_padding_2_padding(cost_T[: micro_batch["input_ids"].values().shape[0]], micro_batch)
+        responses = no_padding_2_padding(cost_T, micro_batch)
         self._padding = (total + responses.sum().item(), tokens + micro_batch["responses"].values().shape[0])
 
     def take_padding_abs_dlogp(self) -> float:
