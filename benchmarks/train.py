@@ -3,6 +3,7 @@
     python -m benchmarks.train                        # what the visible GPUs allow -> benchmarks/results/train.json
     python -m benchmarks.train --parts 8b --arms fp8,bf16_fused
     python -m benchmarks.train --quick --out x.json   # tiny shapes, also without a GPU: checks the script itself
+    python -m benchmarks.train --jobs runs/qwen3-8b   # adds the peaks of whole runs of a recipe's arms
     python -m benchmarks.train --docs                 # writes the tables of --out into docs/training.md
 
 verl's engine, built from a recipe's configuration as verl's worker builds it, on random weights: no Ray, no rollout.  Part
@@ -86,6 +87,10 @@ NOTES = {
     "replays. share_of_*_ceiling: model FLOP (recomputation not counted; causal attention counted by half) per second over it; "
     "share_of_ideal: the time in which the linears would run at the FP8 (BF16 arms: BF16) ceiling and the rest of the FLOP at "
     "the BF16 ceiling, over the time measured.",
+    "job_peak": "GiB in use on the fullest GPU, by trainer and rollout together, over a whole run of a recipe's arm, as its "
+    "launcher saw it twice a second (peak_device_gb in status.json), by the settings that the arms share. job_peak_vs_bf16: "
+    "jetrl over bf16 without activation checkpointing; job_peak_sharded_vs_bf16: with it, jetrl with arena=sharded; "
+    "job_peak_checkpointing_minus_bf16: with it, jetrl with arena=replicated, the difference.",
     "peak": "torch's max_memory_allocated and max_memory_reserved over the timed steps, largest of the ranks, in bytes.",
 }
 
@@ -574,12 +579,59 @@ def update(options: Options) -> Iterator[dict[str, Any]]:
         "versions": versions(),
     }
     runs = result.get("runs", {}) | {options.part: run}
-    tables = {"train": rows(samples)}
-    result = run | {"notes": NOTES, "runs": runs, "figures": figures(samples), "tables": tables, "samples": samples}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = options.out.with_suffix(".partial")
-    partial_file.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(partial_file, options.out)
+    write(options.out, run | {"runs": runs, "samples": samples, "jobs": result.get("jobs", {})})
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    """Writes the file, figures and tables made anew."""
+    from verl.jetrl.checkpoints import write_atomically
+
+    samples, jobs = result["samples"], result["jobs"]
+    result |= {"notes": NOTES, "figures": figures(samples) | job_figures(jobs), "tables": {"train": rows(samples)}}
+    write_atomically(out, json.dumps(result, indent=1) + "\n")
+
+
+def add_jobs(out: Path, folder: Path) -> None:
+    """Adds the peaks of the runs in ``folder`` (runs/<recipe>) to the file.  Raises ReportError where there are none."""
+    from verl.jetrl.report import load_arms
+
+    result = json.loads(out.read_text()) if out.exists() else {"runs": {}, "samples": {}}
+    jobs = result.setdefault("jobs", {})
+    for arm in load_arms(folder):
+        if arm.status.state != "finished" or arm.status.peak_device_gb is None:
+            print(f"{folder / arm.name}: left out, it is {arm.status.state} or has no peak_device_gb", file=sys.stderr)
+            continue
+        root = arm.config.actor_rollout_ref
+        settings = {
+            "model": Path(root.model.path).name,
+            "gpus": arm.config.trainer.nnodes * arm.config.trainer.n_gpus_per_node,
+            "checkpointing": root.model.enable_gradient_checkpointing,
+            "tokens": root.actor.ppo_max_token_len_per_gpu,
+            "gpu_memory_utilization": root.rollout.gpu_memory_utilization,
+        }
+        arena = root.actor.fsdp_config.arena if root.actor.fsdp_config.precision_flow.linear == "fp8" else None
+        name = arm.name + ("" if arena in (None, "replicated") else f", arena={arena}")
+        peaks = jobs.setdefault(json.dumps(settings), {})
+        peaks[name] = {"peak_gib": arm.status.peak_device_gb, "device": arm.status.device, "steps": arm.status.total_steps}
+    write(out, result)
+
+
+def job_figures(jobs: dict[str, dict[str, dict]]) -> dict[str, float]:
+    """Ratios of whole runs' peaks, see NOTES; of several settings the worst."""
+    found: dict[str, float] = {}
+    for settings, arms in jobs.items():
+        if "bf16" not in arms:
+            continue
+        bf16 = arms["bf16"]["peak_gib"]
+        if json.loads(settings)["checkpointing"]:
+            figures_of = {"job_peak_sharded_vs_bf16": ("jetrl, arena=sharded", lambda peak, bf16=bf16: peak / bf16)}
+            figures_of["job_peak_checkpointing_minus_bf16"] = ("jetrl", lambda peak, bf16=bf16: peak - bf16)
+        else:
+            figures_of = {"job_peak_vs_bf16": ("jetrl", lambda peak, bf16=bf16: peak / bf16)}
+        for name, (arm, compare) in figures_of.items():
+            if arm in arms:
+                found[name] = max(found.get(name, -float("inf")), compare(arms[arm]["peak_gib"]))
+    return found
 
 
 def versions() -> dict[str, str | None]:
@@ -737,12 +789,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further arm after so many seconds")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and one timed step: checks the script itself")
+    parser.add_argument("--jobs", type=Path, help="only add the peaks of whole runs, a folder such as runs/qwen3-8b")
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
     args = parser.parse_args()
     if args.docs:
         from benchmarks.tables import fill
 
         return fill(ROOT / "docs" / "training.md", {"train": report(json.loads(args.out.read_text()))})
+    if args.jobs:
+        return add_jobs(args.out, args.jobs)
     gpus = torch.cuda.device_count()
     if not gpus and not args.quick:
         sys.exit("benchmarks.train needs Hopper GPUs; --quick --out FILE checks the script on a CPU")

@@ -93,3 +93,33 @@ def test_kernel_times_stand_side_by_side():
     assert rows[2:] == ["| kernels | fp8 | bf16_fused |", "|---|---|---|", "| FP8 GEMM | 2 | - |", "| no kernel | 1 | - |",
                         "| BF16 GEMM | - | 4 |"]  # fmt: skip
     assert train.profiles("4b", {"fp8": {}}) == ""
+
+
+def test_peaks_of_whole_runs(tmp_path):
+    """Arms are compared at equal settings only."""
+    out = tmp_path / "train.json"
+
+    def run(name: str, arm: str, peak: float | None, checkpointing: bool, arena: str = "replicated") -> None:
+        folder = tmp_path / name / arm
+        folder.mkdir(parents=True)
+        status = {"state": "finished", "total_steps": 3, "device": "NVIDIA H200", "peak_device_gb": peak}
+        (folder / "status.json").write_text(json.dumps(status))
+        flow = {"linear": "fp8" if arm == "jetrl" else "bf16"}
+        actor = {"ppo_max_token_len_per_gpu": 8192, "fsdp_config": {"arena": arena, "precision_flow": flow}}
+        model = {"path": "/models/Qwen3-8B", "enable_gradient_checkpointing": checkpointing}
+        ref = {"model": model, "actor": actor, "rollout": {"gpu_memory_utilization": 0.5}}
+        config = {"actor_rollout_ref": ref, "trainer": {"nnodes": 1, "n_gpus_per_node": 2}}
+        (folder / "config.yaml").write_text(json.dumps(config))
+
+    run("a", "bf16", 100.0, False)
+    run("a", "jetrl", 90.0, False)
+    run("b", "bf16", 80.0, True)
+    run("b", "jetrl", 84.0, True)
+    run("c", "jetrl", 76.0, True, "sharded")
+    run("d", "jetrl", None, True)
+    for name in "abcd":
+        train.add_jobs(out, tmp_path / name)
+    figures = json.loads(out.read_text())["figures"]
+    assert figures == pytest.approx(
+        {"job_peak_vs_bf16": 0.9, "job_peak_checkpointing_minus_bf16": 4.0, "job_peak_sharded_vs_bf16": 0.95}
+    )
