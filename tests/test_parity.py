@@ -47,7 +47,7 @@ def record(mesh):
 def test_a_part_of_the_trainers_rows_is_equal(record):
     trainer = record()
     assert differences(trainer, record(tokens=TOKENS[:1, :7])) == []
-    assert "NO" not in table(trainer, trainer) and len(trainer) == 2 + 6 * 2
+    assert "NO" not in table(trainer, trainer) and len(trainer) == 3 + 6 * 2
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,15 @@ def test_every_operator_is_equal(model, temperature):
     printed = parity(
         model, "--prompt", "300", "--tokens", "120", "--temperature", temperature, "--kv-mb", "1024", "--batched-tokens", "64"
     )
-    for operator in ("embedding", "norm, qkv", "attention", "o", "residual, norm, gate, up, SiLU, down", "final norm"):
+    for operator in (
+        "embedding",
+        "norm, qkv",
+        "attention",
+        "o",
+        "residual, norm, gate, up, SiLU, down",
+        "final norm",
+        "logits",
+    ):
         assert re.search(rf"^{operator} +\d+  yes$", printed, re.MULTILINE), printed
 
 

@@ -5,8 +5,8 @@
 
 The engine is vLLM with its real scheduler: prompts of different lengths, prefill in chunks beside decode, prefix cache,
 preemption when the KV cache is small.  Every token it computes is looked up among the rows that the trainer computes for the
-same sequences.  Operators are compared without CUDA graphs; ``--compiled`` compares log-probs with compilation and CUDA
-graphs on.  Exits 1 when anything differs.
+same sequences, and so are the logits of the whole vocabulary.  Operators are compared without CUDA graphs; ``--compiled``
+compares log-probs with compilation and CUDA graphs on.  Exits 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ def row_hashes(rows: Tensor) -> Tensor:
     return ((mixed ^ (mixed >> 29)) * _WEIGHT).sum(1).cpu()
 
 
+LAST = {"final norm": 10**6, "logits": 10**6 + 1}  # behind all layers
+
+
 class Recorder:
     """Taps a decoder's operators: per layer and operator, the hash of each row and its position."""
 
@@ -51,7 +54,7 @@ class Recorder:
 
     def _tap(self, index: int) -> Callable[[str, Tensor, Tensor], None]:
         def tap(operator: str, rows: Tensor, positions: Tensor) -> None:
-            layer = 10**6 if operator == "final norm" else index
+            layer = LAST.get(operator, index)
             seen = self.rows.setdefault((layer, operator), {})
             seen.update(zip(row_hashes(rows).tolist(), positions.tolist(), strict=True))
 
@@ -94,9 +97,11 @@ def table(trainer: dict, rollout: dict) -> str:
         rows = sum(len(rows) for (_, name), rows in rollout.items() if name == operator)
         first = next((d for d in found if d.operator == operator), None)
         where = (
-            f"NO: {first.rows} of {first.of} rows, first in layer {first.layer} at position {first.position}"
-            if first
-            else "yes"
+            "yes"
+            if first is None
+            else f"NO: {first.rows} of {first.of} rows"
+            if first.layer in LAST.values()
+            else f"NO: {first.rows} of {first.of} rows, first in layer {first.layer} at position {first.position}"
         )
         lines.append(f"{operator:40}{rows:>10}  {where}")
     return "\n".join(lines)
@@ -194,7 +199,11 @@ def compare(args: argparse.Namespace) -> tuple[dict, dict, float, int]:
             response = list(output.outputs[0].token_ids)
             ids = torch.tensor([prompt + response], device=masters.arena.data.device)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            hidden = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            hidden = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+            if rollout:
+                for few in hidden.split(128):  # the whole vocabulary's, of every position
+                    decoder.head(few)
+            hidden = hidden[len(prompt) - 1 : -1]
             temperature = torch.full((len(response),), args.temperature, device=ids.device)
             mine, _ = log_probs(hidden, decoder.lm_head, ids[0, len(prompt) :], temperature, vocabulary)
             theirs = torch.tensor([step[t].logprob for step, t in zip(output.outputs[0].logprobs, response, strict=True)])

@@ -257,7 +257,10 @@ class Decoder(nn.Module):
 
     def head(self, x_MH: Tensor) -> Tensor:
         """Logits (M, V) in BF16."""
-        return autograd.head(x_MH, self.lm_head) if torch.is_grad_enabled() else ops.bf16_gemm_nt(x_MH, self.lm_head.weight)
+        logits = autograd.head(x_MH, self.lm_head) if torch.is_grad_enabled() else ops.bf16_gemm_nt(x_MH, self.lm_head.weight)
+        if self.model.tap is not None:
+            self.model.tap("logits", logits, torch.full((len(logits),), -1))  # whose they are is not known here
+        return logits
 
 
 def _check(config: PretrainedConfig) -> None:
