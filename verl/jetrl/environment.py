@@ -12,6 +12,7 @@ KERNEL_CACHE = ("DG_JIT_CACHE_DIR", str(Path.home() / ".cache" / "vllm" / "deep_
 
 _COMMON = {
     "HYDRA_FULL_ERROR": "1",
+    "RAY_COLOR_PREFIX": "0",  # a run's output is a file
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray's default, 15, starves a run beside anything else on the machine
     "RAY_task_events_max_num_task_in_gcs": "10000",  # Ray's record of past tasks: 100,000 take 400 MB
