@@ -270,6 +270,7 @@ TIGHT = {
     "one-gpu": ("jetrl", [f"{GPUS}=1"], 140.4),
     "kv": ("jetrl", [f"{GPUS}=2"], 100),
     "eight": ("jetrl", [], 40),
+    "sharded": ("jetrl", [f"{GPUS}=4"], 36),
     "no-checkpointing": ("bf16", [f"{CHECKPOINTING}=false"], 79.6),
     "no-sleep": ("bf16", ["actor_rollout_ref.rollout.free_cache_engine=false"], 140.4),
     "deferred": ("bf16", [f"{GPUS}=2", "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=true"], 100),
@@ -300,6 +301,18 @@ def test_named_settings_make_it_fit(qwen3_8b, arm, overrides, gib):
     for left_out in args:  # nothing is asked for that is not needed
         fewer = [arg for arg in args if arg != left_out]
         assert not planned(qwen3_8b, arm, *overrides, *fewer, gpu=gpu)[0].fits, left_out
+
+
+def test_sharded_weights_are_proposed_where_their_rows_divide(qwen3_8b):
+    def remedy(model: PretrainedConfig, *overrides: str) -> dict:
+        return memory_plan.remedy(*planned(model, "jetrl", f"{GPUS}=8", *overrides, gpu=40 * GIB)[1:], 40 * GIB)
+
+    arena = "actor_rollout_ref.actor.fsdp_config.arena"
+    assert remedy(qwen3_8b)[arena] == "sharded"
+    kept = "actor_rollout_ref.actor.fsdp_config.resident_transposed"
+    assert remedy(qwen3_8b, f"{kept}=true") == remedy(qwen3_8b) | {kept: False}, "or the proposal would be refused"
+    odd = AutoConfig.for_model(**(qwen3_8b.to_dict() | {"intermediate_size": 12288 + 128}))
+    assert arena not in remedy(odd)
 
 
 def test_messages(qwen3_8b):

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from verl.jetrl.arena import ROPE, SLOTS, Entry, has_qk_norm, head_dim, layout_of
 from verl.jetrl.compose import RecipeError, compose
-from verl.jetrl.fp8.format import FP8
+from verl.jetrl.fp8.format import BLOCK, FP8
 from verl.jetrl.precision import SUPPORTED_MODELS
 from verl.jetrl.trainer.gradients import LAYERS
 from verl.jetrl.trainer.log_probs import chunk_tokens
@@ -137,6 +137,12 @@ def _fp8(config: DictConfig) -> bool:
     return _get(config, "actor.fsdp_config.precision_flow.linear") == "fp8"
 
 
+def _ranks(config: DictConfig) -> int:
+    """Trainer processes that a weight's rows are divided among."""
+    fsdp_size = _get(config, "actor.fsdp_config.fsdp_size")
+    return fsdp_size if fsdp_size > 0 else _gpus(config)
+
+
 def _sharded(config: DictConfig) -> bool:
     return _fp8(config) and _get(config, ARENA) == "sharded"
 
@@ -205,8 +211,7 @@ def _activations(m: Sizes, config: DictConfig) -> Iterator[Item]:
 
 
 def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
-    P, fsdp_size = m.parameters, _get(config, "actor.fsdp_config.fsdp_size")
-    N = fsdp_size if fsdp_size > 0 else _gpus(config)
+    P, N = m.parameters, _ranks(config)
 
     def item(name: str, nbytes: float, phases: tuple[str, ...] = PHASES, setting: str = "", estimate: bool = False) -> Item:
         return Item("trainer", name, nbytes, phases, setting or ("number of GPUs" if "/" in name else ""), estimate)
@@ -385,6 +390,10 @@ def _shrink(m: Sizes, config: DictConfig, gpu: int) -> dict[str, object] | None:
     for key, value in (*((key, True) for key in SLEEP), (TRANSPOSED, False), (NO_SYNC, False), (CHECKPOINTING, True), *offload):
         if _get(config, key) is (not value) and plan().over:
             change(key, value)
+    ranks = _ranks(config)
+    whole_blocks = all(rows % (ranks * BLOCK) == 0 for rows in (m.q, m.kv, m.H, m.I))
+    if _fp8(config) and not _sharded(config) and ranks > 1 and whole_blocks and plan().over:
+        change(ARENA, "sharded")
     for phase in MICRO_BATCH:
         tokens, length, setting = _micro_batch(config, phase)
         unit = 1024 if "token" in setting else length
@@ -403,7 +412,8 @@ def _shrink(m: Sizes, config: DictConfig, gpu: int) -> dict[str, object] | None:
         return None
     for key in list(changes):  # what was not needed goes
         fewer = {k: v for k, v in changes.items() if k != key}
-        if make_plan(m, _changed(config, fewer), gpu).fits:
+        other = _changed(config, fewer)
+        if make_plan(m, other, gpu).fits and not (_sharded(other) and _get(other, TRANSPOSED)):
             changes = fewer
     return changes
 
