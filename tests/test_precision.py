@@ -210,7 +210,7 @@ BAD = [
     ("bf16", ["data.train_files=null"], "data.train_files: 0 prompts"),
     ("bf16", ["data.max_response_length=1000"], "max_position_embeddings 256"),
     ("bf16", ["actor_rollout_ref.rollout.max_model_len=100"], "actor_rollout_ref.rollout.max_model_len=100"),
-    ("bf16", ["jetrl.least_gpu_memory_gb=78"], "no CUDA GPU found: this recipe needs 78 GB"),
+    ("bf16", ["jetrl.least_gpu_memory_gb=78"], "no CUDA GPU found: this recipe needs 1 Hopper GPUs (H100, H200) of 78 GB"),
     ("bf16", ["trainer.device=cuda"], "no CUDA GPU found: trainer.device=cuda"),
     ("bf16", ["actor_rollout_ref.rollout.enable_chunked_prefill=true"], "enable_chunked_prefill=true does not work"),
     ("bf16", ["trainer.max_actor_ckpt_to_keep=1"], "trainer.max_actor_ckpt_to_keep=1"),

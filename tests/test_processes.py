@@ -362,7 +362,9 @@ def test_a_run_to_its_end(arm, capsys):
     (one.folder / "segments" / "001.jsonl").unlink()
     assert arm(RECORD + "record(4)", steps=4).run() == 0
     assert len((one.folder / "segments" / "002.jsonl").read_text().splitlines()) == 1, "an earlier start's file was reused"
+    capsys.readouterr()
     assert arm(RECORD + "record(1)").run(fresh=True) == 0
+    assert "earlier start" not in capsys.readouterr().out
     assert [p.name for p in (one.folder / "segments").iterdir()] == ["001.jsonl"]
 
 
@@ -374,6 +376,9 @@ def test_fewer_steps_than_there_are_is_nothing_to_do(arm, capsys, monkeypatch):
     assert fewer.run() == 0
     assert "already at step 2, trainer.total_training_steps=1: nothing to do" in capsys.readouterr().out
     assert status(one)["total_steps"] == 2 and status(one)["state"] == "finished", "the record of the run stays"
+    fewer.config.trainer.lr = 0.5
+    with pytest.raises(SystemExit, match=r"is at step 2 with other settings \(trainer.lr: .* -> 0.5\); --fresh"):
+        fewer.run()
 
 
 def test_an_earlier_start_without_a_checkpoint_is_named(arm, capsys):

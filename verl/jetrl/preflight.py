@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def _software() -> list[str]:
 def _hardware(config: DictConfig) -> list[str]:
     if config.trainer.device == "cpu":
         least = config.jetrl.get("least_gpu_memory_gb")
-        return [f"no CUDA GPU found: this recipe needs {least} GB per GPU on Hopper GPUs (H100, H200)"] if least else []
+        gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        return [f"no CUDA GPU found: this recipe needs {gpus} Hopper GPUs (H100, H200) of {least} GB"] if least else []
     if not torch.cuda.is_available():
         return ["no CUDA GPU found: trainer.device=cuda needs Hopper GPUs (H100, H200); JETRL_DEVICE=cpu runs on the CPU"]
     found = []
@@ -100,6 +102,11 @@ def _flow(config: DictConfig) -> PrecisionFlow:
     return PrecisionFlow(**config.actor_rollout_ref.actor.fsdp_config.precision_flow)
 
 
+def _made_by(script: Path, folder: str | Path) -> str:
+    command = f"{sys.executable} {script} --out-dir {os.path.normpath(folder)}"
+    return f"A run makes it once nothing else is missing, as does: {command}"
+
+
 def _data(config: DictConfig) -> list[str]:
     found = []
     for key, least in {"train_files": config.data.train_batch_size, "val_files": 1}.items():
@@ -107,8 +114,8 @@ def _data(config: DictConfig) -> list[str]:
         files = [files] if isinstance(files, str) else files or []
         problems_here = _data_files(f"data.{key}", files, config.data.prompt_key, least)
         if config.jetrl.prepare and all(Path(file).parent == Path(config.jetrl.data_dir) for file in files):
-            script = f"{Path(config.jetrl.recipe_dir) / config.jetrl.prepare} --out-dir {config.jetrl.data_dir}"
-            how = f"{MISSING_DATA}. A run makes it once nothing else is missing, as does: {script}"
+            script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare
+            how = f"{MISSING_DATA}. {_made_by(script, config.jetrl.data_dir)}"
             problems_here = [problem.replace(MISSING_DATA, how) for problem in problems_here]
         found += problems_here
     if config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size:
@@ -145,9 +152,7 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
     if not path.is_dir():
         if config.jetrl.prepare_model and path == Path(config.jetrl.model_dir):
             script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare_model
-            return None, [
-                f"{setting}: {MISSING_MODEL}. A run makes it once nothing else is missing, as does: {script} --out-dir {path}"
-            ]
+            return None, [f"{setting}: {MISSING_MODEL}. {_made_by(script, path)}"]
         return None, [f"{setting}: no such folder. Download the model and set the path (make recipe-NAME MODEL=/path/to/model)"]
     if not (path / "config.json").is_file():
         return None, [f"{setting}: no config.json in it, so it is not a Hugging Face checkpoint"]

@@ -156,6 +156,7 @@ class Arm:
         self._end_earlier(status)
         if fresh and self.folder.exists():
             subprocess.run(["rm", "-rf", str(self.folder)], check=True)
+            status = {}
         changed = self._changed_settings()
         if status.get("state") == "finished" and status.get("total_steps") == self.total and self.folder.exists():
             if changed:
@@ -167,6 +168,8 @@ class Arm:
         (self.folder / "segments").mkdir(parents=True, exist_ok=True)
         step = checkpoints.repair(self.folder / "checkpoints")
         if step and step >= self.total:
+            if other := self._changed_settings(but="trainer.total_training_steps"):
+                raise SystemExit(f"error: {self.arm} is at step {step} with other settings ({other}); --fresh starts over")
             print(
                 f"{self.arm}: already at step {step}, trainer.total_training_steps={self.total}: nothing to do "
                 "(--fresh, or FRESH=1 with make, starts over)"
@@ -196,13 +199,13 @@ class Arm:
                 f"  python -m verl.jetrl.checkpoints reshard {shlex.quote(str(checkpoint))} --world-size {wanted}"
             )
 
-    def _changed_settings(self) -> str:
-        """The settings that differ from those of the last start, "" when there are none or nothing was started."""
+    def _changed_settings(self, but: str = "") -> str:
+        """The settings, ``but`` one, that differ from those of the last start; "" without any, or if nothing was started."""
         path = self.folder / "config.yaml"
         if not path.is_file():
             return ""
         rows = diff(load_config(path), OmegaConf.create(resolved_yaml(self.config)))
-        return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows)
+        return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows if key != but)
 
     def _supervise(self, segment: Path, first_step: int) -> int:
         self._status("running", started=time.time(), ended=None, error=None, shared_memory=[])
