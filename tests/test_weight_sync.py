@@ -206,9 +206,9 @@ def test_a_slow_receiver_is_waited_for(handle):
     assert len(received) == 25
 
 
-def test_an_answer_that_came_before_the_receiver_ended_counts():
+def test_an_answer_that_came_before_the_receiver_ended_counts(tmp_path):
     """The last answer may lie in the socket while the call has ended already."""
-    handle = f"ipc:///tmp/jetrl-test-{uuid.uuid4().hex}.sock"
+    handle = f"ipc://{tmp_path}/s"
     context = zmq.Context.instance()
     ours, theirs = context.socket(zmq.REQ), context.socket(zmq.REP)
     ours.bind(handle)
