@@ -593,6 +593,7 @@ def write(out: Path, result: dict[str, Any]) -> None:
 
 def add_jobs(out: Path, folder: Path) -> None:
     """Adds the peaks of the runs in ``folder`` (runs/<recipe>) to the file.  Raises ReportError where there are none."""
+    from verl.jetrl.memory_plan import gpus
     from verl.jetrl.report import load_arms
 
     result = json.loads(out.read_text()) if out.exists() else {"runs": {}, "samples": {}}
@@ -604,7 +605,7 @@ def add_jobs(out: Path, folder: Path) -> None:
         root = arm.config.actor_rollout_ref
         settings = {
             "model": Path(root.model.path).name,
-            "gpus": arm.config.trainer.nnodes * arm.config.trainer.n_gpus_per_node,
+            "gpus": gpus(arm.config),
             "checkpointing": root.model.enable_gradient_checkpointing,
             "tokens": root.actor.ppo_max_token_len_per_gpu,
             "gpu_memory_utilization": root.rollout.gpu_memory_utilization,
@@ -617,20 +618,20 @@ def add_jobs(out: Path, folder: Path) -> None:
 
 
 def job_figures(jobs: dict[str, dict[str, dict]]) -> dict[str, float]:
-    """Ratios of whole runs' peaks, see NOTES; of several settings the worst."""
+    """Peaks of whole runs against bf16's, see NOTES; of several settings the worst."""
     found: dict[str, float] = {}
     for settings, arms in jobs.items():
-        if "bf16" not in arms:
-            continue
-        bf16 = arms["bf16"]["peak_gib"]
+        peaks = {name: arm["peak_gib"] for name, arm in arms.items()}
+        bf16, replicated, sharded = (peaks.get(name) for name in ("bf16", "jetrl", "jetrl, arena=sharded"))
+        new = {}
         if json.loads(settings)["checkpointing"]:
-            figures_of = {"job_peak_sharded_vs_bf16": ("jetrl, arena=sharded", lambda peak, bf16=bf16: peak / bf16)}
-            figures_of["job_peak_checkpointing_minus_bf16"] = ("jetrl", lambda peak, bf16=bf16: peak - bf16)
-        else:
-            figures_of = {"job_peak_vs_bf16": ("jetrl", lambda peak, bf16=bf16: peak / bf16)}
-        for name, (arm, compare) in figures_of.items():
-            if arm in arms:
-                found[name] = max(found.get(name, -float("inf")), compare(arms[arm]["peak_gib"]))
+            if bf16 and replicated:
+                new["job_peak_checkpointing_minus_bf16"] = replicated - bf16
+            if bf16 and sharded:
+                new["job_peak_sharded_vs_bf16"] = sharded / bf16
+        elif bf16 and replicated:
+            new["job_peak_vs_bf16"] = replicated / bf16
+        found |= {name: max(value, found.get(name, value)) for name, value in new.items()}
     return found
 
 

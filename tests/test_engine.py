@@ -589,6 +589,9 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     # A reference policy's arena belongs to nobody else, and is whole.
     reference = built(0, forward_only=True, arena="sharded")
     assert reference.masters.arena.control is None and reference.masters.window is None
+    assert (
+        not engine.masters.deferred and built(0, forward_only=True, use_no_sync_for_gradient_accumulation=True).masters.deferred
+    )
     sharded = built(1, arena="sharded")
     owned.append(sharded.masters.arena)
     weights, _ = sharded.get_per_tensor_param()

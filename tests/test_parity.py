@@ -30,8 +30,8 @@ def test_row_hashes_see_every_bit_and_its_place():
 def record(mesh):
     """Records one forward pass of a small model; ``change`` may damage it first."""
 
-    def record(change=lambda decoder: None, tokens=TOKENS):
-        trainer = trainer_of(make("qwen3"), mesh)
+    def record(change=lambda decoder: None, tokens=TOKENS, **sizes):
+        trainer = trainer_of(make("qwen3", **sizes), mesh)
         change(trainer.decoder)
         recorder = Recorder(trainer.decoder.model)
         with torch.no_grad():
@@ -67,6 +67,14 @@ def test_the_first_different_operator_is_named(record, layer, name, operator):
     found = differences(record(), record(change))
     assert (found[0].layer, found[0].operator) == (layer, operator) and 0 < found[0].rows <= found[0].of
     assert f"{operator:40}" in table(record(), record(change)) and "NO: " in table(record(), record(change))
+
+
+def test_a_different_head_is_named_last(record):
+    own_head = dict(tie_word_embeddings=False)
+    same, other = record(**own_head), record(lambda decoder: decoder.lm_head.weight.data[0].neg_(), **own_head)
+    found = differences(same, other)
+    assert [d.operator for d in found] == ["logits"] and 0 < found[0].rows <= found[0].of
+    assert f"{'logits':40}{found[0].of:>10}  NO: {found[0].rows} of {found[0].of} rows" in table(same, other).splitlines()
 
 
 @pytest.mark.job

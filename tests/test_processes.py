@@ -439,6 +439,7 @@ def test_time_left_is_from_steps_and_not_from_the_start(tmp_path, monkeypatch):
                 file.write(json.dumps({"step": step, "data": {names.REWARD: 0.5}}) + "\n")
             position = run._advance(bar, segment, position)
         shown = bar.format_dict
+        assert bar.postfix == "reward 0.500", "a step without a mismatch shows none"
         assert shown["n"] == 4 and shown["elapsed"] / (shown["n"] - shown["initial"]) == pytest.approx(8.0)
 
 

@@ -287,6 +287,14 @@ def test_zeros_are_drawn_on_a_labelled_floor():
     assert bottom < floor and top > 2e-2
 
 
+def test_the_fullest_gpu_stands_beside_the_trainers_peak():
+    arms = [arm_of({1: {names.REWARD: 0.5, names.PEAK_MEMORY_GB: 60.0}}, name, peak_device_gb=gb)
+            for name, gb in (("bf16", 100.0), ("jetrl", 90.0))]  # fmt: skip
+    found = summarize(arms)
+    assert [found.values[arm.name]["peak_device_gb"] for arm in arms] == [100.0, 90.0]
+    assert found.ratios["jetrl"]["peak_device_gb"] == 0.9 and found.values["jetrl"]["peak_memory_gb"] == 60.0
+
+
 def test_log_axis_of_nothing_but_zeros():
     axes = Figure().add_subplot()
     floor = log_axis(axes, np.zeros(3), "0 (exact)")

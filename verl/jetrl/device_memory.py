@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-GIB = 2**30
+from verl.jetrl.memory_plan import GIB
 
 
 def meter() -> Callable[[], float]:

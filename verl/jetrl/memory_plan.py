@@ -129,7 +129,8 @@ def _get(config: DictConfig, key: str) -> object:
     return OmegaConf.select(config, ROOT + key)
 
 
-def _gpus(config: DictConfig) -> int:
+def gpus(config: DictConfig) -> int:
+    """GPUs of a run, which are its trainer processes."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
@@ -137,10 +138,10 @@ def _fp8(config: DictConfig) -> bool:
     return _get(config, "actor.fsdp_config.precision_flow.linear") == "fp8"
 
 
-def _ranks(config: DictConfig) -> int:
+def ranks_of(config: DictConfig) -> int:
     """Trainer processes that a weight's rows are divided among."""
     fsdp_size = _get(config, "actor.fsdp_config.fsdp_size")
-    return fsdp_size if fsdp_size > 0 else _gpus(config)
+    return fsdp_size if fsdp_size > 0 else gpus(config)
 
 
 def _sharded(config: DictConfig) -> bool:
@@ -177,7 +178,7 @@ def _micro_batch(config: DictConfig, phase: str) -> tuple[int, int, str]:
     dynamic, most_tokens, most_rows = MICRO_BATCH[phase]
     length = config.data.max_prompt_length + config.data.max_response_length
     prompts = _get(config, "actor.ppo_mini_batch_size") if phase == BACKWARD else config.data.train_batch_size
-    whole = -(-prompts * _get(config, "rollout.n") // _gpus(config)) * length
+    whole = -(-prompts * _get(config, "rollout.n") // gpus(config)) * length
     setting = most_tokens if _get(config, dynamic) else most_rows
     limit = _get(config, setting)
     return min(whole, (limit or whole) * (1 if setting == most_tokens else length)), length, setting
@@ -211,7 +212,7 @@ def _activations(m: Sizes, config: DictConfig) -> Iterator[Item]:
 
 
 def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
-    P, N = m.parameters, _ranks(config)
+    P, N = m.parameters, ranks_of(config)
 
     def item(name: str, nbytes: float, phases: tuple[str, ...] = PHASES, setting: str = "", estimate: bool = False) -> Item:
         return Item("trainer", name, nbytes, phases, setting or ("number of GPUs" if "/" in name else ""), estimate)
@@ -342,7 +343,7 @@ def make_plan(m: Sizes, config: DictConfig, gpu: int) -> Plan:
     items = (*_trainer(m, config), *_engine(m, config, gpu))
     fp8_kv = str(_get(config, "rollout.engine_kwargs.vllm.kv_cache_dtype") or "").startswith("fp8")
     longest = _get(config, "rollout.max_model_len") or m.positions
-    count = _gpus(config)
+    count = gpus(config)
     title = f"Memory plan of {config.jetrl.arm} on {count} GPU{'s' * (count > 1)}"
     return Plan(title, items, gpu, 2 * m.layers * m.kv * (1 if fp8_kv else 2), longest)
 
@@ -358,15 +359,15 @@ def _changed(config: DictConfig, changes: dict[str, object]) -> DictConfig:
 
 
 def _more_gpus(config: DictConfig, factor: int) -> dict[str, object]:
-    gpus = _gpus(config) * factor
-    changes = {"trainer.n_gpus_per_node": min(8, gpus), "trainer.nnodes": -(-gpus // 8)}
+    count = gpus(config) * factor
+    changes = {"trainer.n_gpus_per_node": min(8, count), "trainer.nnodes": -(-count // 8)}
     return {} if factor == 1 else {k: v for k, v in changes.items() if OmegaConf.select(config, k) != v}
 
 
 def remedy(m: Sizes, config: DictConfig, gpu: int) -> dict[str, object] | None:
     """The changes of settings that make the plan fit, on as few GPUs as possible; None when none do."""
     factor = 1
-    while _gpus(config) * factor <= MOST_GPUS:
+    while gpus(config) * factor <= MOST_GPUS:
         more = _more_gpus(config, factor)
         changes = _shrink(m, _changed(config, more), gpu)
         if changes is not None:
@@ -390,7 +391,7 @@ def _shrink(m: Sizes, config: DictConfig, gpu: int) -> dict[str, object] | None:
     for key, value in (*((key, True) for key in SLEEP), (TRANSPOSED, False), (NO_SYNC, False), (CHECKPOINTING, True), *offload):
         if _get(config, key) is (not value) and plan().over:
             change(key, value)
-    ranks = _ranks(config)
+    ranks = ranks_of(config)
     whole_blocks = all(rows % (ranks * BLOCK) == 0 for rows in (m.q, m.kv, m.H, m.I))
     if _fp8(config) and not _sharded(config) and ranks > 1 and whole_blocks and plan().over:
         change(ARENA, "sharded")

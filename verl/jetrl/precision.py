@@ -92,8 +92,7 @@ def engine_problems(engine: Mapping, fp8: bool, where: str = "fsdp_config") -> l
         "dtype": ("bfloat16", "what is not FP8 is BF16"),
     }
     for name, (value, why) in needed.items() if fp8 else ():
-        if engine.get(name) != value:
-            found.append(
-                f"{where}.{name}={engine.get(name)} with precision_flow.linear=fp8: {why}; set it to {str(value).lower()}"
-            )
+        actual = engine.get(name)
+        if actual != value:
+            found.append(f"{where}.{name}={actual} with precision_flow.linear=fp8: {why}; set it to {str(value).lower()}")
     return found

@@ -71,7 +71,7 @@ def _software() -> list[str]:
 def _hardware(config: DictConfig) -> list[str]:
     if config.trainer.device == "cpu":
         least = config.jetrl.get("least_gpu_memory_gb")
-        gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        gpus = memory_plan.gpus(config)
         return [f"no CUDA GPU found: this recipe needs {gpus} Hopper GPUs (H100, H200) of {least} GB"] if least else []
     if not torch.cuda.is_available():
         return ["no CUDA GPU found: trainer.device=cuda needs Hopper GPUs (H100, H200); JETRL_DEVICE=cpu runs on the CPU"]
@@ -328,9 +328,8 @@ def _arena(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     if fsdp.arena != "sharded" or model is None or model.model_type not in SUPPORTED_MODELS:
         return []
-    ranks = fsdp.fsdp_size if fsdp.fsdp_size > 0 else config.trainer.nnodes * config.trainer.n_gpus_per_node
     try:
-        rows_of(layout_of(model), ranks)
+        rows_of(layout_of(model), memory_plan.ranks_of(config))
     except ValueError as error:
         return [str(error)]
     return []

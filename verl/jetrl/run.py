@@ -192,7 +192,7 @@ class Arm:
         saved = checkpoints.world_size_of(checkpoint / "actor")
         if saved is None:
             return
-        wanted = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        wanted = memory_plan.gpus(self.config)
         if saved != wanted:
             raise SystemExit(
                 f"error: {checkpoint} was saved by {saved} processes, this run has {wanted}. To go on from it:\n"

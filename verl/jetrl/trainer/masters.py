@@ -112,9 +112,8 @@ class Masters:
                 linear.refresh_transposed()
         if control is not None:
             if self.arena.data.is_cuda:
-                torch.cuda.synchronize(
-                    self.arena.data.device
-                )  # the engine reads from another process: its stream knows nothing of ours
+                # The engine reads from another process: its stream knows nothing of ours.
+                torch.cuda.synchronize(self.arena.data.device)
             control.wrote()
 
     def _write(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor]]:
