@@ -95,6 +95,14 @@ def producers(M: int, K: int) -> None:
         same("silu backward q_t", d_t.q, ops._ref_transposed(d_gu, "group").q)
 
 
+def widening(M: int, K: int) -> None:
+    product, target = adversarial(M, K), torch.randn(M, K)
+    for add in (True, False):
+        want = target + product.float() if add else product.float()
+        kernels.widen(product, target, add)
+        same(f"widen, add={add}", target, want)
+
+
 def every_value() -> None:
     """Every BF16 value as numerator, in groups of several maxima: bytes as an IEEE division gives them."""
     values = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
@@ -116,5 +124,6 @@ if __name__ == "__main__":
     every_value()
     for shape in ((7, 576), (130, 320)):
         forms(*shape)
+    widening(17, 576)
     producers(6, 576)
     producers(5, 256)

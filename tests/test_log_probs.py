@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +87,14 @@ def test_gradients_and_chunks(case, monkeypatch):
     assert relative(chosen, log_p.detach()) < 3e-3 and relative(mine, entropy.detach()) < 5e-3  # BF16 logits
     assert relative(dx, leaves[0].grad) < 2e-2 and relative(dw, leaves[1].grad) < 2e-2
     assert dw[TOKENIZER:].abs().max() == 0
+
+
+def test_kernels_in_the_interpreter():
+    """The GPU kernels' own source, run on the CPU by Triton's interpreter."""
+    script = str(Path(__file__).parent / "softmax_interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_without_entropy(case):

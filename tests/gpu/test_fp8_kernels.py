@@ -5,7 +5,7 @@ import torch
 from fp8_cases import HIDDEN, adversarial, randn, same
 
 from verl.jetrl.fp8 import format as ref
-from verl.jetrl.fp8 import ops
+from verl.jetrl.fp8 import kernels, ops
 from verl.jetrl.fp8.format import Quantized
 
 SHAPES = ((1, 128), (7, 576), (64, 4096), (130, 320), (300, 3584), (1024, 960), (4096, 4096))
@@ -185,6 +185,16 @@ def test_silu_mul_backward():
     same(rows.s, ref.quantize_rows(got).s)
     same(d_t.q, ops._ref_transposed(got, "group").q)
     same(d_t.s, ops._ref_transposed(got, "group").s)
+
+
+@pytest.mark.parametrize("shape", ((7, 576), (24576, 4096), (1, 1)), ids=str)
+def test_widening(shape):
+    """A weight gradient's BF16 product into its FP32 sum: torch's bits."""
+    product, target = adversarial(*shape), torch.randn(*shape, device="cuda")
+    for add in (True, False):
+        want = target + product.float() if add else product.float()
+        kernels.widen(product, target, add)
+        same(target, want)
 
 
 def test_transformer_engine_caster_with_fp32_scales():

@@ -190,12 +190,12 @@ def _activations(m: Sizes, config: DictConfig) -> Iterator[Item]:
     work = 6 * m.I + 6 * m.H  # of one layer, bytes per token: gradients, or a forward's intermediates; the MLP has the most
     # Of the logits, bytes per element.  A forward: BF16, once more unless the temperature is 1, their FP32 copy and its
     # exponentials.  A backward: four FP32 tensors.  The FP8 engine holds those of a few tokens at a time, and
-    # one less: its backward writes BF16.
+    # its backward writes over the BF16 logits: its forward needs more.
     forward = (2 if _get(config, "rollout.temperature") == 1 else 4) + 8
     entropy = _get(config, "actor.calculate_entropy") or _get(config, "actor.entropy_coeff")
     for phase, per_logit, per_token in (
         (LOG_PROBS, forward, work),
-        (BACKWARD, 20 if entropy else 12 if fp8 else 16, work + (layer if checkpointing else 0)),
+        (BACKWARD, 20 if entropy else forward if fp8 else 16, work + (layer if checkpointing else 0)),
     ):
         tokens, _, setting = _micro_batch(config, phase)
         logits = per_logit * m.V * (min(tokens, chunk_tokens(m.V)) if fp8 else tokens)

@@ -98,6 +98,8 @@ def _float(x):
             is_pure=True,
             pack=2,
         )
+    elif x.dtype == tl.bfloat16:  # the interpreter converts subnormal values wrongly
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
@@ -594,6 +596,18 @@ def _transpose_kernel(q, q_t, R, C, WARPS: tl.constexpr):
     tl.store(q_t + c[None, :].to(tl.int64) * R + r[:, None], tile, mask=(c[None, :] < C) & (r[:, None] < R))
 
 
+@jit
+def _widen_kernel(product, target, n, ADD: tl.constexpr, VALUES: tl.constexpr, WARPS: tl.constexpr):
+    """BF16 into FP32, or added to it."""
+    LAYOUT: tl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    at = tl.program_id(0).to(tl.int64) * VALUES + _iota(VALUES, LAYOUT)
+    inside = at < n
+    value = _float(tl.load(product + at, mask=inside, other=0.0))
+    if ADD:
+        value += tl.load(target + at, mask=inside, other=0.0)
+    tl.store(target + at, value, mask=inside)
+
+
 # --- launchers: allocate the outputs and pick tile sizes ------------------------------------------------------------
 
 
@@ -727,6 +741,16 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
     if R and C:
         _transpose_kernel[(triton.cdiv(R, 128), triton.cdiv(C, _SLICE.value))](_bytes(q_RC), _bytes(q_t), R, C, **_TILE)
     return q_t
+
+
+def widen(product: Tensor, target: Tensor, add: bool) -> None:
+    """BF16 ``product`` into FP32 ``target``, or added to it; both contiguous, of one shape.
+
+    torch's own conversion reads 2 bytes at a time: on an H200 it took 136 ms of an 8B step of 3.3 s, at 1.2 TB/s.
+    """
+    n, values, warps = product.numel(), 4096, 8
+    if n:
+        _widen_kernel[(triton.cdiv(n, values),)](product, target, n, ADD=add, VALUES=values, WARPS=warps, num_warps=warps)
 
 
 def silu_mul_backward(gate_up_M2I: Tensor, dy_MI: Tensor) -> Tensor:

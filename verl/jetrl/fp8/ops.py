@@ -238,7 +238,7 @@ class _Cuda:
         K, tokens = b_q.shape[0], a_q.shape[1]
         if tokens and b_s.shape[0] == groups(K) and b_s.shape[0] != K:
             product = gemm.gemm_nt(Quantized(a_q, a_s), Quantized(b_q, b_s), gemm.NO_TOKENS)
-            target.add_(product) if add else target.copy_(product)
+            kernels.widen(product, target, add)
             return
         if not add:
             target.zero_()

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.jetrl.fp8 import ops
 from verl.jetrl.model.autograd import add_head_gradient, sink
 from verl.jetrl.model.decoder import Weight
+from verl.jetrl.trainer.softmax import entropy, log_prob_gradient_
 from verl.jetrl.vocabulary import mask_padding
 
 # Logits at a time: 1 GiB in FP32.  In the backward each chunk reads and writes the head's whole FP32 gradient.
@@ -47,11 +48,6 @@ def chosen_log_probs(logits_MV: Tensor, ids_M: Tensor) -> Tensor:
     return logits_MV.log_softmax(dim=-1, dtype=torch.float32).gather(-1, ids_M[:, None])[:, 0]
 
 
-def _entropy(logits_MV: Tensor) -> Tensor:
-    # A masked id's logit is finite (vocabulary.MASKED): times its probability, 0, it has no share.
-    return torch.logsumexp(logits_MV, -1) - (logits_MV.softmax(-1) * logits_MV).sum(-1)
-
-
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MH, head, ids_M, temperature_M, tokens, with_entropy):
@@ -67,21 +63,23 @@ class _LogProbs(torch.autograd.Function):
         with sink(ctx.head.main_grad, "head") as main_grad_VH:  # once: the ranks may have other numbers of chunks
             for start in range(0, len(x_MH), step):
                 rows = slice(start, start + step)
-                logits_MV = scaled_logits(x_MH[rows], ctx.head.weight, temperature_M[rows], ctx.tokens)
-                d_MV = logits_MV.softmax(-1)
+                temperature = temperature_M[rows].float()
+                d_MV = ops.bf16_gemm_nt(x_MH[rows], ctx.head.weight)
                 if ctx.with_entropy:
-                    log_p_MV = logits_MV.log_softmax(-1)
-                    mean_M1 = (d_MV * log_p_MV).sum(-1, keepdim=True)
-                    d_entropy_MV = d_MV * (mean_M1 - log_p_MV) * d_entropy_M[rows, None]
-                # (p - 1 at the token) * -d / T: in as few passes over the logits as there can be.
-                d_MV.scatter_add_(-1, ids_M[rows, None], d_MV.new_full((), -1.0).expand(len(d_MV), 1))
-                scale_M1 = -(d_log_prob_M[rows] / temperature_M[rows].float())[:, None]
+                    d_entropy_MV = _entropy_gradient(mask_padding(d_MV, ctx.tokens), temperature, d_entropy_M[rows])
+                log_prob_gradient_(d_MV, ids_M[rows], temperature, d_log_prob_M[rows], ctx.tokens)
                 if ctx.with_entropy:
-                    d_MV = d_MV.mul_(scale_M1).add_(d_entropy_MV.div_(temperature_M[rows, None].float())).to(torch.bfloat16)
-                else:
-                    d_MV = torch.mul(d_MV, scale_M1, out=torch.empty_like(d_MV, dtype=torch.bfloat16))
+                    d_MV += d_entropy_MV
                 dx_MH[rows] = add_head_gradient(ctx.head, main_grad_VH, d_MV, x_MH[rows])
         return dx_MH, None, None, None, None, None
+
+
+def _entropy_gradient(logits_MV: Tensor, temperature_M: Tensor, d_entropy_M: Tensor) -> Tensor:
+    """FP32 gradient (M, V) of ``sum(d_entropy * entropy)`` with respect to BF16 logits."""
+    log_p_MV = (logits_MV.float() / temperature_M[:, None]).log_softmax(-1)
+    p_MV = log_p_MV.exp()
+    mean_M1 = (p_MV * log_p_MV).sum(-1, keepdim=True)
+    return p_MV * (mean_M1 - log_p_MV) * (d_entropy_M / temperature_M)[:, None]
 
 
 def _forward(
@@ -94,7 +92,7 @@ def _forward(
         logits_MV = scaled_logits(x_MH[rows], head.weight, temperature_M[rows], tokens)
         log_probs.append(chosen_log_probs(logits_MV, ids_M[rows]))
         if with_entropy:
-            entropies.append(_entropy(logits_MV))
+            entropies.append(entropy(logits_MV))
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
