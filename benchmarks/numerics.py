@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import reference, trainers
+from verl.jetrl.parity import shake
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/numerics.json"
@@ -124,7 +125,7 @@ def random_model(seed: int = 0, **config: object) -> nn.Module:
     torch.manual_seed(seed)
     values = SIZES | config
     made = AutoConfig.for_model(values.pop("model_type"), initializer_range=SIZES["hidden_size"] ** -0.5, **values)
-    return reference.shake(AutoModelForCausalLM.from_config(made, dtype=torch.float32))
+    return shake(AutoModelForCausalLM.from_config(made, dtype=torch.float32))
 
 
 def trained_model() -> nn.Module:

@@ -1,5 +1,4 @@
-"""Qwen3, Qwen2.5 and Llama in FP64, one sequence at a time: what the gradients of both arms are measured against; and what
-random models need so that every parameter counts."""
+"""Qwen3, Qwen2.5 and Llama in FP64, one sequence at a time: what the gradients of both arms are measured against."""
 
 from __future__ import annotations
 
@@ -7,22 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.jetrl.arena import has_qk_norm, head_dim
-
-
-@torch.no_grad()
-def shake(model: nn.Module, norms: float = 0.1, biases: float = 0.1) -> nn.Module:
-    """Adds noise to the norms and sets the biases of ``model``: at the ones and zeros that Hugging Face starts with, a lost
-    one would not show."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_(std=biases)
-        elif parameter.dim() == 1:
-            parameter.add_(norms * torch.randn_like(parameter))
-    return model
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

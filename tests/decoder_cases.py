@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for scripts of the tests: benchmarks
-from benchmarks.reference import shake  # noqa: E402
 from verl.jetrl.arena import Arena, layout_of  # noqa: E402
 from verl.jetrl.model.decoder import Decoder  # noqa: E402
+from verl.jetrl.parity import shake  # noqa: E402
 from verl.jetrl.trainer import attention  # noqa: E402
 from verl.jetrl.trainer.decoder import share_decoder  # noqa: E402
 from verl.jetrl.trainer.masters import Masters, shard_parameters  # noqa: E402

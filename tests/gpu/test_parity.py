@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.reference import shake
+from verl.jetrl.parity import shake
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENIZER = ROOT / "recipes" / "tiny" / "model"
