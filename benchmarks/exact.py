@@ -1,8 +1,13 @@
-"""What exact mode costs the rollout, and what it saves: the whole step without the log-prob pass, against default mode.
+"""Whether exact mode is exact, what it costs the rollout, and what it saves: the whole step without the log-prob pass.
 
-    python -m benchmarks.exact                      # Qwen3-8B shapes, random weights, one Hopper GPU -> exact.json
+    python -m benchmarks.exact                      # cost: Qwen3-8B shapes, random weights, one Hopper GPU -> exact.json
+    python -m benchmarks.exact --gates              # equality of both sides' log-probs before and after updates, every case
+    python -m benchmarks.exact --gates --cases smollm2_135m --model models/SmolLM2-135M-Instruct
+    python -m benchmarks.exact --jobs runs/qwen3-8b # adds what whole runs of the arm jetrl-exact verified
     python -m benchmarks.exact --quick --out FILE   # tiny shapes, also without a GPU: checks the script itself
-    python -m benchmarks.exact --docs               # writes the table of --out into docs/exact.md
+    python -m benchmarks.exact --docs               # writes the tables of --out into docs/exact.md
+
+Each leaves what the others wrote; a case of --gates replaces that case alone, and is written when it ends.
 
 A rollout of 8K tokens takes minutes, so it is put together: the time of a decode step is measured at several lengths of
 context, and a response's steps are the sum over its contexts, interpolated.  What does not fit into the KV cache at once runs
@@ -14,14 +19,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +39,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.engines import Engine, Settings
-from benchmarks.rollout import RESULTS, SHAPES, compile_kernels, prompts, provenance_of, stored
+from benchmarks.rollout import RESULTS, SHAPES, compile_kernels, figures_of_parts, prompts, provenance_of, stored
 from benchmarks.tables import fill, markdown
 from benchmarks.timing import Clock
 from benchmarks.train import synchronize
 from benchmarks.trainers import restart_as_run
+from verl.jetrl import metric_names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.environment import RUN_ID, run_tmp
-from verl.jetrl.parity import trainer_side
+from verl.jetrl.parity import device, random_weights, trainer_side
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from verl.jetrl.trainer.masters import Masters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +70,27 @@ TINY = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512,
     tie_word_embeddings=False, max_position_embeddings=512,
 )  # fmt: skip
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+UPDATES = 3
+JOB_ARM, METRIC = "jetrl-exact", metric_names.ABS_DLOGP_MAX
+# The family and shapes of each gate.
+GATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_8b": ("qwen3", SHAPES | {"num_hidden_layers": 36}),
+    "qwen2_5_7b": ("qwen2", dict(
+        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128,
+        num_hidden_layers=28, vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )),
+    "smollm2_135m": ("llama", dict(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+        num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )),
+}  # fmt: skip
+# Prompts of many lengths, cut into chunks beside decode; temperature is part of what has to be equal.
+GATE_OPTIONS = ("--prompts", "24", "--prompt", "200", "--tokens", "100", "--temperature", "0.7", "--kv-mb", "4096")
+QUICK_OPTIONS = ("--prompts", "4", "--prompt", "24", "--tokens", "8", "--temperature", "0.7")
+GATE_NOTE = "max_abs_dlogp_* must be 0. NaN: the stage did not run; inf: log-probs were equal, and something else was not."
 NOTES = {
     "arms": "jetrl: attention's work split as vLLM chooses; jetrl_exact: one split.  Everything else is the same code.",
     "decode_ms": f"time of one decode step, mean of {STEPS} that start at the context named (the prefix cache holds it).",
@@ -72,8 +105,14 @@ NOTES = {
 }
 
 
-def device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def save_config(family: str, shapes: Mapping[str, Any], folder: Path) -> PretrainedConfig:
+    """The folder that stands for a model: a configuration without weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, max_window_layers=shapes["num_hidden_layers"], **shapes)
+    config.architectures, config.dtype, config.eos_token_id, config.bos_token_id = [FAMILIES[family]], "bfloat16", None, None
+    config.save_pretrained(folder)
+    return config
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -81,18 +120,8 @@ def device() -> torch.device:
 
 def make_trainer(shapes: Mapping[str, Any], layers: int, folder: Path) -> tuple[nn.Module, Masters]:
     """A random model on the shared decoder, and its masters behind an arena that the engines map."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **shapes)
-    config.architectures, config.dtype, config.eos_token_id, config.bos_token_id = ["Qwen3ForCausalLM"], "bfloat16", None, None
-    config.save_pretrained(folder)
-    torch.manual_seed(0)
-
-    def load(attention: str) -> nn.Module:
-        with device():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-
-    model, _, masters = trainer_side(load)
+    config = save_config("qwen3", shapes | {"num_hidden_layers": layers}, folder)
+    model, _, masters = trainer_side(partial(random_weights, config))
     return model, masters
 
 
@@ -236,9 +265,141 @@ def figures_of(samples: Mapping[str, Any], cases: list[tuple[int, int]] = CASES,
     return figures | {f"norm_us_{name}": value for name, value in samples["norm"].items()}
 
 
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def gate(case: str, compiled: bool, model: Path | None, quick: bool) -> dict[str, Any]:
+    """Runs one case of the parity tool; its entry in exact.json.  ``model``: a checkpoint instead of random weights."""
+    family, shapes = GATES[case]
+    with tempfile.TemporaryDirectory(prefix="jetrl-gate-") as temporary:
+        found = Path(temporary) / "outcome.json"
+        options = ["--updates", str(UPDATES), "--json", str(found), *(QUICK_OPTIONS if quick else GATE_OPTIONS)]
+        options += ["--compiled", "--batched-tokens", "256"] if compiled else ["--batched-tokens", "64"]
+        if model is None:
+            tiny = TINY | {"num_hidden_layers": 2, "tie_word_embeddings": shapes["tie_word_embeddings"]}
+            save_config(family, shapes | (tiny if quick else {}), Path(temporary))
+            options.append("--random")
+        command = [sys.executable, "-m", "verl.jetrl.parity", str(model.resolve() if model else temporary), *options]
+        with open(Path(temporary) / "stderr", "w+", errors="replace") as log:
+            code = subprocess.run(command, cwd=ROOT, stderr=log).returncode
+            log.seek(0)
+            said = log.read()
+        outcome = json.loads(found.read_text()) if found.exists() else {}
+    entry = {"notes": GATE_NOTE, "weights": model.name if model else "random", "exit_code": code, "outcome": outcome}
+    entry["figures"] = gate_figures(case, compiled, code, outcome)
+    if code:
+        print(said[-6000:], file=sys.stderr)
+        entry["error"] = next((line for line in reversed(said.splitlines()) if "Error" in line), f"exit code {code}")
+    return entry
+
+
+def gate_figures(case: str, compiled: bool, code: int, outcome: Mapping[str, Any]) -> dict[str, float]:
+    """The largest differences of a case's stages: 0 where all is equal, else as GATE_NOTE says."""
+    found = {}
+    for updates in (0, UPDATES):
+        name = f"max_abs_dlogp_{case}_{updates}_updates{'_compiled' * compiled}"
+        stage = outcome.get("stages", {}).get(f"{updates} updates", {"max_abs_dlogp": math.nan, "equal": False})
+        worst = stage["max_abs_dlogp"]
+        found[name] = math.inf if worst == 0 and not stage["equal"] else worst
+    if code and not any(found.values()):  # the tool failed after it had found all to be equal
+        found[name] = math.inf
+    return found
+
+
+def run_gates(cases: list[str], model: Path | None, quick: bool, out: Path, command: str) -> list[str]:
+    """All cases, operator by operator, and with CUDA graphs on a GPU; those that failed."""
+    failed = []
+    for case in cases:
+        for compiled in (False, True) if torch.cuda.is_available() else (False,):
+            name = case + "_compiled" * compiled
+            print(f"--- {name}", flush=True)
+            begun = time.perf_counter()
+            entry = gate(case, compiled, model, quick)
+            print(f"--- {name}: {time.perf_counter() - begun:.0f} s, {entry['figures']}", flush=True)
+            result = stored(out)
+            result.setdefault("gates", {})[name] = provenance_of(command) | entry
+            save(out, result)
+            if any(entry["figures"].values()):
+                failed.append(name)
+    return failed
+
+
+def add_job(out: Path, folder: Path) -> None:
+    """Adds what the finished run of the arm jetrl-exact in ``folder`` (runs/<recipe>) verified to the file.
+
+    Raises ReportError where there is none, or no step of it was verified.
+    """
+    from verl.jetrl.memory_plan import gpus
+    from verl.jetrl.report.load import ReportError, load_arms, read_segment
+
+    (arm,) = load_arms(folder, [JOB_ARM])
+    run = folder / arm.name
+    if arm.status.state != "finished" or arm.config is None:
+        raise ReportError(f"{run}: a finished run with its config.yaml is needed, this one is {arm.status.state}")
+    # Steps that a restart did again count too: a difference in any of them is one.
+    starts = [read_segment(path) for path in sorted((run / "segments").glob("*.jsonl"))]
+    gaps = [(step, record[METRIC]) for start in starts for step, record in start if METRIC in record]
+    if not gaps:
+        raise ReportError(f"{run}: no step has {METRIC}: nothing was verified (jetrl.verify_log_probs_every)")
+    arena, count = arm.config.actor_rollout_ref.actor.fsdp_config.arena, gpus(arm.config)
+    name = f"{folder.resolve().name}_{count}gpu".replace("-", "_") + ("" if arena == "replicated" else f"_{arena}")
+    worst = float(np.max([gap for _, gap in gaps]))  # NaN where one is
+    result = stored(out)
+    result.setdefault("jobs", {})[name] = {
+        "command": " ".join(["python -m benchmarks.exact", *sys.argv[1:]]),
+        "device": arm.status.device,
+        "versions": arm.status.versions,
+        "model": Path(arm.config.actor_rollout_ref.model.path).name,
+        "gpus": count,
+        "arena": arena,
+        "steps": len(arm.train_steps),
+        "verified_steps": len({step for step, _ in gaps}),
+        "starts": sum(map(bool, starts)),
+        "max_abs_dlogp": worst,
+        "figures": {f"max_abs_dlogp_job_{name}": worst},
+    }
+    save(out, result)
+
+
+def save(out: Path, result: dict[str, Any]) -> None:
+    """Writes the file; figures of its other parts stay."""
+    result["figures"] |= figures_of_parts(result)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, json.dumps(result, indent=1) + "\n")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def report(result: Mapping[str, Any]) -> dict[str, str]:
-    """The cost table of docs/exact.md."""
-    cost, rows = result["cost"], []
+    """The tables of docs/exact.md of those parts that the file has."""
+    tables = cost_tables(result["cost"]) if "cost" in result else {}
+    parts = [of(result[name]) for name, of in (("gates", gate_table), ("jobs", job_table)) if result.get(name)]
+    return tables | ({"gates": "\n\n".join(parts)} if parts else {})
+
+
+def gate_table(gates: Mapping[str, Any]) -> str:
+    rows = []
+    for name, entry in gates.items():
+        stages = entry["outcome"].get("stages", {}).values()
+        last = list(stages)[-1] if stages else {}
+        rows.append(
+            [name, entry["weights"], *entry["figures"].values(), sum(s["sampled_tokens"] for s in stages)]
+            + [sum(sum(s[kind].values()) for s in stages) for kind in ("rows", "different_rows")]
+            + [last.get("stale_mean_abs_dlogp"), entry["device"]]
+        )
+    header = ["case", "weights", "max \\|Δ log p\\|, 0 updates", f"{UPDATES} updates", "sampled tokens", "operators' rows"]
+    return markdown([*header, "rows that differ", "mean \\|Δ log p\\| of stale weights", "device"], rows)
+
+
+def job_table(jobs: Mapping[str, Any]) -> str:
+    columns = ("model", "gpus", "arena", "steps", "verified_steps", "starts", "max_abs_dlogp", "device")
+    header = ["run", "model", "GPUs", "arena", "steps", "verified", "starts", "max \\|Δ log p\\|", "device"]
+    return markdown(header, [[name, *(entry[column] for column in columns)] for name, entry in jobs.items()])
+
+
+def cost_tables(cost: Mapping[str, Any]) -> dict[str, str]:
+    rows = []
     for case in [name.removeprefix("step_vs_default_") for name in cost["figures"] if name.startswith("step_vs_default_")]:
         count, response = case.split("_")
         f = {name.removesuffix(f"_{case}"): value for name, value in cost["figures"].items() if name.endswith(f"_{case}")}
@@ -258,14 +419,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--quick", action="store_true", help="tiny shapes: checks the script itself, also without a GPU")
-    parser.add_argument("--docs", action="store_true", help="only write the table of --out into docs/exact.md")
+    parser.add_argument("--gates", action="store_true", help="only check that both sides' log-probs are equal")
+    parser.add_argument("--cases", default=",".join(GATES), help=f"of --gates: {', '.join(GATES)}")
+    parser.add_argument("--model", type=Path, help="of --gates: a checkpoint for the one case named, instead of random weights")
+    parser.add_argument("--jobs", type=Path, help="only add what a whole run verified, a folder such as runs/qwen3-8b")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/exact.md")
     parser.add_argument("--out", type=Path, default=RESULTS / "exact.json")
     args = parser.parse_args()
     if args.docs:
         fill(ROOT / "docs" / "exact.md", report(stored(args.out)))
         return
+    if args.jobs:
+        return add_job(args.out, args.jobs)
     if not torch.cuda.is_available() and not args.quick:
         sys.exit("benchmarks.exact needs a Hopper GPU; --quick --out FILE checks the script on a CPU")
+    command = " ".join(["python -m benchmarks.exact", *sys.argv[1:]])
+    if args.gates:
+        cases = args.cases.split(",")
+        if unknown := [case for case in cases if case not in GATES]:
+            parser.error(f"unknown cases {unknown}; there are {', '.join(GATES)}")
+        if args.model and len(cases) != 1:
+            parser.error("--model needs --cases with the one case that the checkpoint is of")
+        if failed := run_gates(cases, args.model, args.quick, args.out, command):
+            sys.exit(f"NOT equal: {', '.join(failed)}")
+        return
     restart_as_run()
     os.environ["VERL_REPLICA_RANK"] = "0"
     shapes, layers = (TINY, 2) if args.quick else (SHAPES, args.layers)
@@ -295,7 +472,6 @@ def main() -> None:
     finally:
         shutil.rmtree(settings.model, ignore_errors=True)
         shutil.rmtree(run_tmp(os.environ[RUN_ID]), ignore_errors=True)
-    command = " ".join(["python -m benchmarks.exact", *sys.argv[1:]])
     result = stored(args.out)
     figures = figures_of(samples, cases, grid)
     result["cost"] = provenance_of(command) | {
@@ -304,9 +480,7 @@ def main() -> None:
         "samples": samples,
         "figures": figures,
     }
-    result["figures"] |= figures
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    save(args.out, result)
     for table in report(result).values():
         print(table)
 

@@ -472,6 +472,15 @@ def stored(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"models": {}, "figures": {}}
 
 
+EXACT_PARTS = ("cost", "gates", "jobs")  # what benchmarks.exact adds to exact.json: one entry, or several by name
+
+
+def figures_of_parts(result: dict[str, Any]) -> dict[str, float]:
+    """The figures that benchmarks.exact's entries in ``result`` have."""
+    cost, gates, jobs = (result.get(part, {}) for part in EXACT_PARTS)
+    return {key: value for entry in (cost, *gates.values(), *jobs.values()) for key, value in entry.get("figures", {}).items()}
+
+
 def write(args: argparse.Namespace, samples: dict) -> None:
     """The result files of the arms so far, and their figures; what they hold of pretrained models stays."""
     common = provenance_of("; ".join(samples["commands"])) | {
@@ -485,9 +494,8 @@ def write(args: argparse.Namespace, samples: dict) -> None:
         models = earlier.get("models", {})
         result = common | {"samples": {k: samples[k] for k in KEPT[name] if k in samples}, "figures": figures}
         result["models"] = models
-        if "cost" in earlier:  # of benchmarks.exact
-            result["cost"] = earlier["cost"]
-            figures |= earlier["cost"]["figures"]
+        result |= {part: earlier[part] for part in EXACT_PARTS if part in earlier}
+        figures |= figures_of_parts(earlier)
         for model, part in models.items():
             figures |= figures_of_model(model, part["samples"])[name]
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
