@@ -70,7 +70,7 @@ bench-train: setup ## training phase of FP8 and BF16 on one or two Hopper GPUs -
 bench-numerics: setup ## gradient errors and loss curves of FP8 and BF16, GPU or not -> numerics.json; ARGS="--grpo RUN --bf16 RUN RUN RUN"
 	$(PY) -m benchmarks.numerics $(ARGS)
 
-bench-exact: setup ## what exact mode costs and saves on a Hopper GPU -> benchmarks/results/exact.json
+bench-exact: setup ## what exact mode costs and saves on a Hopper GPU; ARGS=--gates: whether it is exact -> benchmarks/results/exact.json
 	$(PY) -m benchmarks.exact $(ARGS)
 
 bench-soak: setup ## 300 GRPO steps of recipes/tiny watched for growing memory and open files -> benchmarks/results/soak.json

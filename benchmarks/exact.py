@@ -87,8 +87,10 @@ GATES: dict[str, tuple[str, dict[str, Any]]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
     )),
 }  # fmt: skip
+# CUDA graphs come first: that engine compiles the GEMM kernels of up to 256 rows side by side, and all the others find them.
+MODES = {"compiled": ("--compiled", "--batched-tokens", "256"), "eager": ("--batched-tokens", "64")}
 # Prompts of many lengths, cut into chunks beside decode; temperature is part of what has to be equal.
-GATE_OPTIONS = ("--prompts", "24", "--prompt", "200", "--tokens", "100", "--temperature", "0.7", "--kv-mb", "4096")
+GATE_OPTIONS = ("--prompts", "24", "--prompt", "156", "--tokens", "100", "--temperature", "0.7", "--kv-mb", "4096")
 QUICK_OPTIONS = ("--prompts", "4", "--prompt", "24", "--tokens", "8", "--temperature", "0.7")
 GATE_NOTE = "max_abs_dlogp_* must be 0. NaN: the stage did not run; inf: log-probs were equal, and something else was not."
 NOTES = {
@@ -268,13 +270,13 @@ def figures_of(samples: Mapping[str, Any], cases: list[tuple[int, int]] = CASES,
 # --- gates ------------------------------------------------------------------------------------------------------------
 
 
-def gate(case: str, compiled: bool, model: Path | None, quick: bool) -> dict[str, Any]:
+def gate(case: str, mode: str, model: Path | None, quick: bool) -> dict[str, Any]:
     """Runs one case of the parity tool; its entry in exact.json.  ``model``: a checkpoint instead of random weights."""
     family, shapes = GATES[case]
     with tempfile.TemporaryDirectory(prefix="jetrl-gate-") as temporary:
         found = Path(temporary) / "outcome.json"
         options = ["--updates", str(UPDATES), "--json", str(found), *(QUICK_OPTIONS if quick else GATE_OPTIONS)]
-        options += ["--compiled", "--batched-tokens", "256"] if compiled else ["--batched-tokens", "64"]
+        options += MODES[mode]
         if model is None:
             tiny = TINY | {"num_hidden_layers": 2, "tie_word_embeddings": shapes["tie_word_embeddings"]}
             save_config(family, shapes | (tiny if quick else {}), Path(temporary))
@@ -286,18 +288,18 @@ def gate(case: str, compiled: bool, model: Path | None, quick: bool) -> dict[str
             said = log.read()
         outcome = json.loads(found.read_text()) if found.exists() else {}
     entry = {"notes": GATE_NOTE, "weights": model.name if model else "random", "exit_code": code, "outcome": outcome}
-    entry["figures"] = gate_figures(case, compiled, code, outcome)
+    entry["figures"] = gate_figures(case, mode, code, outcome)
     if code:
         print(said[-6000:], file=sys.stderr)
         entry["error"] = next((line for line in reversed(said.splitlines()) if "Error" in line), f"exit code {code}")
     return entry
 
 
-def gate_figures(case: str, compiled: bool, code: int, outcome: Mapping[str, Any]) -> dict[str, float]:
+def gate_figures(case: str, mode: str, code: int, outcome: Mapping[str, Any]) -> dict[str, float]:
     """The largest differences of a case's stages: 0 where all is equal, else as GATE_NOTE says."""
     found = {}
     for updates in (0, UPDATES):
-        name = f"max_abs_dlogp_{case}_{updates}_updates{'_compiled' * compiled}"
+        name = f"max_abs_dlogp_{case}_{updates}_updates{'_compiled' * (mode == 'compiled')}"
         stage = outcome.get("stages", {}).get(f"{updates} updates", {"max_abs_dlogp": math.nan, "equal": False})
         worst = stage["max_abs_dlogp"]
         found[name] = math.inf if worst == 0 and not stage["equal"] else worst
@@ -306,15 +308,15 @@ def gate_figures(case: str, compiled: bool, code: int, outcome: Mapping[str, Any
     return found
 
 
-def run_gates(cases: list[str], model: Path | None, quick: bool, out: Path, command: str) -> list[str]:
-    """All cases, operator by operator, and with CUDA graphs on a GPU; those that failed."""
+def run_gates(cases: list[str], modes: list[str], model: Path | None, quick: bool, out: Path, command: str) -> list[str]:
+    """Every case in every mode, written when it ends; those that failed."""
     failed = []
     for case in cases:
-        for compiled in (False, True) if torch.cuda.is_available() else (False,):
-            name = case + "_compiled" * compiled
+        for mode in modes:
+            name = case + "_compiled" * (mode == "compiled")
             print(f"--- {name}", flush=True)
             begun = time.perf_counter()
-            entry = gate(case, compiled, model, quick)
+            entry = gate(case, mode, model, quick)
             print(f"--- {name}: {time.perf_counter() - begun:.0f} s, {entry['figures']}", flush=True)
             result = stored(out)
             result.setdefault("gates", {})[name] = provenance_of(command) | entry
@@ -421,6 +423,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: checks the script itself, also without a GPU")
     parser.add_argument("--gates", action="store_true", help="only check that both sides' log-probs are equal")
     parser.add_argument("--cases", default=",".join(GATES), help=f"of --gates: {', '.join(GATES)}")
+    modes = ",".join(MODES) if torch.cuda.is_available() else "eager"
+    parser.add_argument("--modes", default=modes, help="of --gates: compiled (CUDA graphs), eager (operator by operator)")
     parser.add_argument("--model", type=Path, help="of --gates: a checkpoint for the one case named, instead of random weights")
     parser.add_argument("--jobs", type=Path, help="only add what a whole run verified, a folder such as runs/qwen3-8b")
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/exact.md")
@@ -435,12 +439,12 @@ def main() -> None:
         sys.exit("benchmarks.exact needs a Hopper GPU; --quick --out FILE checks the script on a CPU")
     command = " ".join(["python -m benchmarks.exact", *sys.argv[1:]])
     if args.gates:
-        cases = args.cases.split(",")
-        if unknown := [case for case in cases if case not in GATES]:
-            parser.error(f"unknown cases {unknown}; there are {', '.join(GATES)}")
+        cases, modes = args.cases.split(","), args.modes.split(",")
+        if unknown := [name for name in (*cases, *modes) if name not in (*GATES, *MODES)]:
+            parser.error(f"unknown {', '.join(unknown)}; there are cases {', '.join(GATES)} and modes {', '.join(MODES)}")
         if args.model and len(cases) != 1:
             parser.error("--model needs --cases with the one case that the checkpoint is of")
-        if failed := run_gates(cases, args.model, args.quick, args.out, command):
+        if failed := run_gates(cases, modes, args.model, args.quick, args.out, command):
             sys.exit(f"NOT equal: {', '.join(failed)}")
         return
     restart_as_run()

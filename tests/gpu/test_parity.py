@@ -78,6 +78,16 @@ def test_log_probs_are_equal_with_cuda_graphs(model):
     parity(model, "--prompt", "300", "--tokens", "200", "--compiled", "--kv-mb", "1024", "--batched-tokens", "256")
 
 
+def test_log_probs_are_equal_after_updates(model):
+    """The engine sleeps through each of three optimizer steps; CUDA graphs stay those of before."""
+    lengths = ("--prompt", "300", "--tokens", "100", "--temperature", "0.7", "--kv-mb", "1024", "--batched-tokens", "256")
+    printed = parity(model, "--updates", "3", "--compiled", *lengths)
+    found = re.findall(r"^(\d updates):\nlog-probs of \d+ sampled tokens: largest difference (\S+)$", printed, re.MULTILINE)
+    assert found == [("0 updates", "0.000e+00"), ("3 updates", "0.000e+00")]
+    moved = re.search(r"log-probs have moved by (\S+) on average", printed)
+    assert float(moved[1]) > 0.01
+
+
 def test_preemption(model):
     cache = next(mb for name, mb in SMALL_CACHE_MB.items() if model.name.startswith(name))
     parity(model, "--prompt", "200", "--tokens", "100", "--kv-mb", str(cache), "--batched-tokens", "64")
