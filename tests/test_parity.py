@@ -209,6 +209,14 @@ def test_a_log_prob_that_is_no_number_is_not_equal(run_updates):
     assert not found["equal"]
 
 
+def test_operators_that_were_not_recorded_are_not_equal(run_updates):
+    def change(engine):
+        engine.collective_rpc = lambda name, args: [{}]
+
+    found, *_ = run_updates(change=change)
+    assert found["stages"]["0 updates"]["max_abs_dlogp"] == 0 and not found["stages"]["0 updates"]["equal"]
+
+
 def test_an_update_without_a_gradient_is_an_error(run_updates):
     def change(engine):
         engine.sides.masters.assign_grads, real = lambda: (real(), norm.grad.zero_()), engine.sides.masters.assign_grads

@@ -309,13 +309,14 @@ def compare(sides: Sides, asked: list[list[int]], args: argparse.Namespace) -> t
     worst = gaps_M.max().item()  # NaN where one is
     print(f"log-probs of {len(gaps_M)} sampled tokens: largest difference {worst:.3e}", flush=True)
     operators = dict.fromkeys(operator for _, operator in trainer)
+    rows = {name: sum(len(rows) for (_, of), rows in rollout.items() if of == name) for name in operators}
     stage = {
         "max_abs_dlogp": worst,
         "sampled_tokens": len(gaps_M),
         "mean_log_prob": torch.cat([s.log_probs_M for s in samples]).mean().item(),
-        "rows": {name: sum(len(rows) for (_, of), rows in rollout.items() if of == name) for name in operators},
+        "rows": rows,
         "different_rows": {name: sum(d.rows for d in found if d.operator == name) for name in operators},
-        "equal": worst == 0 and not found,
+        "equal": worst == 0 and not found and all(rows.values()),  # an operator without rows was not compared
     }
     return stage, samples
 
