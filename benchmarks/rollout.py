@@ -443,7 +443,7 @@ def figures_of(samples: dict) -> dict[str, dict[str, float]]:
     if "jetrl_exact" in have:
         exact["max_abs_dlogp_qwen3_8b"] = samples["mismatch"]["jetrl_exact"]["max"]
         if "jetrl" in have:
-            exact |= {f"rollout_vs_default_{c}": rate(samples, "jetrl_exact", c) / rate(samples, "jetrl", c) for c in CASES}
+            exact |= {f"generate_vs_default_{c}": rate(samples, "jetrl_exact", c) / rate(samples, "jetrl", c) for c in CASES}
     return {"exact": exact, "rollout": rollout, "sync": sync, "mismatch": gap}
 
 

@@ -1,4 +1,4 @@
-"""Entropy and the gradient of a log-prob on the GPU, at real vocabularies: FP64's values, and bits that no other row changes."""
+"""Entropy and the gradient of a log-prob on the GPU, at real vocabularies: values of FP64, bits that no other row changes."""
 
 import pytest
 import torch
