@@ -229,6 +229,15 @@ def test_a_bad_setting_is_named(setting, arm, overrides, message):
     assert any(message in problem for problem in found), found
 
 
+@pytest.mark.parametrize("place", ("precision_flow", "actor_rollout_ref.actor.precision_flow"))
+def test_a_precision_flow_that_nothing_reads_is_named(setting, place):
+    """Hydra's ``+`` adds a key anywhere."""
+    config = setting("jetrl")
+    OmegaConf.update(config, f"{place}.exact", True, force_add=True)
+    (found,) = preflight.problems(config)
+    assert found.startswith(f"{place}: nothing reads") and found.endswith("actor_rollout_ref.actor.fsdp_config.precision_flow")
+
+
 def test_all_problems_are_listed_at_once(setting, tmp_path):
     shutil.rmtree(setting.data)
     found = preflight.problems(

@@ -27,6 +27,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 MISSING_DATA = "does not exist"
 MISSING_MODEL = "not made yet"  # a model that the recipe can make
 BYTES_PER_PARAMETER = 12  # FP32 master and two FP32 Adam moments
+FLOW = "actor_rollout_ref.actor.fsdp_config.precision_flow"
+FLOW_COPIES = ("actor_rollout_ref.ref.fsdp_config.precision_flow", "actor_rollout_ref.rollout.custom.precision_flow")
 
 
 def problems(config: DictConfig) -> list[str]:
@@ -223,6 +225,17 @@ def _seeds(config: DictConfig) -> list[str]:
     return []
 
 
+def _places(node: DictConfig, key: str, where: str = "") -> list[str]:
+    """Where ``key`` is in a configuration."""
+    found = []
+    for name in node if not (node._is_none() or node._is_missing()) else ():
+        if name == key:
+            found.append(where + name)
+        elif isinstance(child := node._get_node(name), DictConfig) and not child._is_interpolation():
+            found += _places(child, key, f"{where}{name}.")
+    return found
+
+
 def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     actor_rollout_ref = config.actor_rollout_ref
     stock = actor_rollout_ref.rollout.quantization
@@ -230,7 +243,11 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         flow = _flow(config)
     except (TypeError, ValueError) as error:
         return [str(error)]
-    found = []
+    found = [
+        f"{place}: nothing reads a precision flow there; the setting is {FLOW}"
+        for place in _places(config, "precision_flow")
+        if place not in (FLOW, *FLOW_COPIES)
+    ]
     if flow.fp8 and stock:
         found.append(
             f"actor_rollout_ref.rollout.quantization={stock} with precision_flow.linear=fp8: the rollout derives its "
