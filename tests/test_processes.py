@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import types
 import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ from omegaconf import OmegaConf
 
 from verl.jetrl import checkpoints, processes, run
 from verl.jetrl import metric_names as names
-from verl.jetrl.environment import RUN_ID, environment, run_tmp
+from verl.jetrl.environment import RUN_ID, environment, run_tmp, socket_of_run
 from verl.jetrl.report import load
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def test_a_process_that_overwrote_its_environment_is_found(run_id):
     assert not _running(child.pid)
 
 
-def test_end_removes_shared_memory_and_sockets_of_the_run_alone(run_id):
+def test_end_removes_shared_memory_and_sockets_of_the_run_alone(run_id, monkeypatch):
     hold = "from multiprocessing import shared_memory, resource_tracker\nresource_tracker.register = lambda *_: None\n"
     names_ = [f"psm_{run_id}_{i}" for i in range(3)]
     segments = [f"/dev/shm/{name}" for name in names_]
@@ -190,26 +192,55 @@ def test_end_removes_shared_memory_and_sockets_of_the_run_alone(run_id):
         start(run_id, f"{hold}kept = shared_memory.SharedMemory(name={name!r}, create=True, size=64)")
     Path(segments[2]).write_bytes(b"x")
     foreign = shared_memory.SharedMemory(name=f"psm_other_{run_id}", create=True, size=64)
-    tmp = run_tmp(run_id)
-    (tmp / "session").mkdir(parents=True)
-    stale = f"/tmp/rl-colocate-zmq-{run_id}-replica-0-rank-0.sock"
-    used = f"/tmp/rl-colocate-zmq-other-{run_id}-replica-0-rank-0.sock"
+    verls = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"  # the same in every run
+    monkeypatch.setenv(RUN_ID, f"other-{run_id}")
+    used = Path(socket_of_run(verls).removeprefix("ipc://"))
+    monkeypatch.setenv(RUN_ID, run_id)
+    stale = Path(socket_of_run(verls).removeprefix("ipc://"))
+    assert used != stale and used.name == stale.name, "two runs on one machine would take each other's socket away"
     with socket.socket(socket.AF_UNIX) as old, socket.socket(socket.AF_UNIX) as living:
-        old.bind(stale)
+        old.bind(str(stale))
         old.close()
-        living.bind(used)
-        living.listen()
+        living.bind(str(used))
         try:
             assert processes.shared_memory(processes.of_run(run_id)) == set(segments[:2])
             removed = processes.end(run_id, {segments[2], "/dev/shm/psm_gone_already"})
-            assert set(segments) | {stale} <= set(removed)
-            assert not any(os.path.exists(path) for path in (*segments, stale, tmp))
-            assert os.path.exists(used), "the socket of another, living run was removed"
+            assert set(segments) <= set(removed)
+            assert not any(os.path.exists(path) for path in (*segments, stale, run_tmp(run_id)))
+            assert used.exists(), "the socket of another, living run was removed"
             assert os.path.exists(f"/dev/shm/{foreign.name}"), "another program's segment was removed"
         finally:
-            os.unlink(used)
+            shutil.rmtree(used.parent)
             foreign.close()
             foreign.unlink()
+
+
+def test_both_sides_of_a_weight_update_meet_in_the_runs_folder(run_id, monkeypatch):
+    from verl.workers.rollout.vllm_rollout import vllm_rollout
+
+    from verl.jetrl.rollout import adapter, worker_extension
+
+    monkeypatch.setenv(RUN_ID, run_id)
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
+    for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "VERL_REPLICA_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(vllm_rollout.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(vllm_rollout.BaseRollout, "__init__", lambda self, config, *_: setattr(self, "config", config))
+    parallel = dict(tensor_model_parallel_size=1, data_parallel_size=1, pipeline_model_parallel_size=1)
+    sender = adapter.JetRLServerAdapter(SimpleNamespace(**parallel, layered_summon=False), None, None)
+    receiver = object.__new__(worker_extension.JetRLWorkerExtension)
+    receiver.local_rank, receiver.model_runner = 0, None
+    try:
+        assert sender.zmq_handle == receiver._get_zmq_handle()
+        assert Path(sender.zmq_handle.removeprefix("ipc://")).parent == run_tmp(run_id)
+    finally:
+        shutil.rmtree(run_tmp(run_id))
+
+
+def test_verls_socket_stays_where_it_is_outside_a_run(monkeypatch):
+    monkeypatch.delenv(RUN_ID, raising=False)
+    assert socket_of_run("ipc:///tmp/a.sock") == "ipc:///tmp/a.sock"
 
 
 def test_ending_nothing(run_id):

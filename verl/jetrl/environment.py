@@ -49,6 +49,20 @@ def run_tmp(run_id: str) -> Path:
     return Path("/tmp") / f"jetrl-{run_id}"
 
 
+def socket_of_run(handle: str) -> str:
+    """verl's ZeroMQ handle ``ipc:///tmp/NAME`` in this run's folder; as it is outside a run.
+
+    verl tells jobs apart by Ray's job id, which is the same in every run: each has a Ray of its own.  Two runs on one machine
+    would take each other's socket away.
+    """
+    run_id = os.environ.get(RUN_ID)
+    if not run_id:
+        return handle
+    folder = run_tmp(run_id)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"ipc://{folder / Path(handle).name}"
+
+
 def machine_environment(machine: str) -> dict[str, str]:
     """What a machine ("cpu" or "gpu") needs set before verl or vLLM is imported."""
     return {**_COMMON, **_MACHINE[machine]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import time
@@ -72,8 +71,7 @@ def end(run_id: str, segments: set[str], grace_s: float = 5.0) -> list[str]:
             _signal(process, "kill")
         _, alive = psutil.wait_procs(alive, timeout=1)
     removed = [f"process {p.pid}" for p in processes]
-    sockets = {socket for socket in glob.glob("/tmp/rl-colocate-zmq-*.sock") if not _in_use(socket)}
-    for path in sorted(segments) + sorted(sockets):
+    for path in sorted(segments):
         try:
             os.unlink(path)
             removed.append(path)
@@ -89,7 +87,3 @@ def _signal(process: psutil.Process, name: str) -> None:
         getattr(process, name)()
     except psutil.NoSuchProcess:
         pass
-
-
-def _in_use(socket: str) -> bool:
-    return any(line.endswith(socket) for line in Path("/proc/net/unix").read_text().splitlines())

@@ -16,6 +16,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl.jetrl.arena import DEADLINE_S, ENGINE, WeightSyncError
+from verl.jetrl.environment import socket_of_run
 from verl.jetrl.trainer.engine import WrittenWeights
 from verl.jetrl.window import Window
 
@@ -85,6 +86,10 @@ class PatientSender(BucketedWeightSender):
 class JetRLServerAdapter(ServerAdapter):
     """verl's adapter.  The receiver's exception, or its silence, ends a weight update; with an arena nothing is sent, or with
     arena=sharded the FP8 weights, layer by layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zmq_handle = socket_of_run(self.zmq_handle)
 
     @torch.no_grad()
     async def update_weights(

@@ -8,6 +8,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl.jetrl import patching
+from verl.jetrl.environment import socket_of_run
 from verl.jetrl.weights import digests
 
 
@@ -53,6 +54,9 @@ class JetRLWorkerExtension(vLLMColocateWorkerExtension):
         if os.environ.get("JETRL_FAULT") == "raise_in_weight_sync":
             raise RuntimeError("fault injected: raise_in_weight_sync")
         self.model_runner.model.take_weights(update)
+
+    def _get_zmq_handle(self) -> str:
+        return socket_of_run(super()._get_zmq_handle())
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("JETRL_FAULT") == "raise_in_weight_sync":
