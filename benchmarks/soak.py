@@ -5,7 +5,7 @@
     python -m benchmarks.soak --arm jetrl-exact --steps 50 --out FILE trainer.save_freq=5
 
 The run is ``python -m verl.jetrl.run`` as anyone starts it.  Each process of it is sampled a few times per step: its own
-memory (resident, without the pages of files and of /dev/shm), open files and threads; and the machine: /dev/shm, GPU memory.
+memory (resident, without the pages of files and of /dev/shm), open files and threads, GPU memory; and the machine: /dev/shm.
 Of each step the smallest sample counts, since a leak raises the floor that phases come back to; of GPU memory the largest
 as well.  Growth is the Theil-Sen slope (the median of the slopes of all pairs of steps) over the last two thirds of the steps.
 """
@@ -22,14 +22,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from verl.jetrl import device_memory, processes
 from verl.jetrl import metric_names as names
-from verl.jetrl import processes
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.report.load import read_segment, read_status
 
@@ -52,8 +52,9 @@ BOUNDS = {
 }
 NOTES = {
     "growth_*_per_step": "Theil-Sen slope over the last two thirds of the steps of the step's smallest sample (gpu_peak_mib: "
-    "largest). Sums over the run's processes, its launcher included; shm_* and gpu_*: the whole machine, above what was in use "
-    "before the run.",
+    "largest). Sums over the run's processes, its launcher included; gpu_*: likewise, or, where the driver does not say what a "
+    "process has (gpu_of), of the whole GPUs; shm_*: the whole machine. The latter two above what was in use before the run: "
+    "another job's changes count.",
     "roles": "growth of each kind of process, not judged: which one a growth of the sum is of.",
     "left_behind": "processes, shared memory, sockets and folders of the run after its end; judged: none may be.",
 }
@@ -109,12 +110,11 @@ def shared_memory() -> tuple[float, set[str]]:
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize / MIB, set(os.listdir("/dev/shm"))
 
 
-def gpu_mib() -> float | None:
-    """Memory in use on all GPUs; None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def gpu_meter() -> Callable[[], tuple[float, dict[int, float]]] | None:
+    """:func:`verl.jetrl.device_memory.meter_by_process`; None where there is no GPU."""
     try:
-        return float(sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())))
-    except (FileNotFoundError, subprocess.CalledProcessError):
+        return device_memory.meter_by_process()
+    except Exception:  # no package, no driver, no GPU: pynvml has an exception for each
         return None
 
 
@@ -124,7 +124,9 @@ class Watch:
     def __init__(self, folder: Path, launcher: psutil.Process, every_s: float) -> None:
         self.folder, self.launcher, self.every_s = folder, launcher, every_s
         self.shm_before, self.files_before = shared_memory()
-        self.gpu_before = gpu_mib()
+        self.gpu = gpu_meter()
+        self.gpu_before = self.gpu()[0] if self.gpu else 0.0
+        self.gpu_of = "the run's processes"
         self.samples: list[dict] = []
 
     def step(self) -> int:
@@ -149,8 +151,17 @@ class Watch:
         shm, files = shared_memory()
         self.samples.append({"step": step, "time": round(time.time(), 1), "processes": found, "shm_mib": shm - self.shm_before})
         self.samples[-1]["shm_files"] = len(files - self.files_before)
-        if self.gpu_before is not None:
-            self.samples[-1]["gpu_mib"] = gpu_mib() - self.gpu_before
+        if self.gpu:
+            self.samples[-1]["gpu_mib"] = self.gpu_gib(found.keys()) * 1024
+
+    def gpu_gib(self, run: Iterable[int]) -> float:
+        """What the processes ``run`` have of the GPUs; where the driver does not say, what is in use above what was before."""
+        total, by_process = self.gpu()
+        mine = [by_process[pid] for pid in run if pid in by_process]
+        if mine and self.gpu_of != "the GPUs":
+            return sum(mine)
+        self.gpu_of = "the GPUs"  # from here on: one measure must not follow another
+        return total - self.gpu_before
 
 
 # --- judgement ------------------------------------------------------------------------------------------------------------
@@ -252,7 +263,8 @@ def soak(arm: str, steps: int, every_s: float, runs: Path, overrides: Sequence[s
     figures, rows, roles = judge(series, left)
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
-        "device": {"type": "cpu" if watch.gpu_before is None else "gpu", "name": status.device},
+        "device": {"type": "gpu" if watch.gpu else "cpu", "name": status.device},
+        **({"gpu_of": watch.gpu_of} if watch.gpu else {}),
         "versions": status.versions,
         "notes": NOTES,
         "figures": figures,

@@ -456,6 +456,24 @@ def test_memory_in_use_is_that_of_the_fullest_visible_gpu(monkeypatch, visible, 
     assert device_memory.meter()() == expected
 
 
+def test_gpu_memory_by_process_leaves_out_what_the_driver_does_not_tell(monkeypatch):
+    from verl.jetrl import device_memory
+
+    found = {0: [(7, 2.0), (8, None)], 1: [(7, 1.0), (9, 4.0)]}
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=10 * 2**30),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [
+            types.SimpleNamespace(pid=pid, usedGpuMemory=gib and int(gib * 2**30)) for pid, gib in found[handle]
+        ],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device_memory.meter_by_process()() == (20.0, {7: 3.0, 9: 4.0})
+
+
 def test_time_left_is_from_steps_and_not_from_the_start(tmp_path, monkeypatch):
     """The start takes minutes, a step seconds."""
     now = [1000.0]

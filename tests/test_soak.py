@@ -101,6 +101,28 @@ def test_real_processes_are_sampled(tmp_path):
     assert soak.of_processes([process]) == {}, "one that has ended is left out"
 
 
+def test_gpu_memory_is_the_runs_own_beside_another_job(tmp_path, monkeypatch):
+    now = {"total": 10.0, "by": {}}
+    monkeypatch.setattr(soak.device_memory, "meter_by_process", lambda: lambda: (now["total"], now["by"]))
+    watch = soak.Watch(tmp_path, psutil.Process(), 1.0)
+    for other in (10.0, 90.0):
+        now.update(total=other + 5.0, by={7: 3.0, 8: 2.0, 99: other})
+        assert watch.gpu_gib([7, 8, 9]) == 5.0
+    assert watch.gpu_of == "the run's processes"
+    now.update(by={})  # as in a container that hides the processes
+    assert watch.gpu_gib([7, 8, 9]) == 85.0 and watch.gpu_of == "the GPUs"
+    now.update(by={7: 3.0})
+    assert watch.gpu_gib([7]) == 85.0, "one measure must not follow another"
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
+    def fails():
+        raise RuntimeError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(soak.device_memory, "meter_by_process", fails)
+    assert soak.gpu_meter() is None
+
+
 def test_what_is_left_is_found(tmp_path, monkeypatch):
     from verl.jetrl import processes
     from verl.jetrl.environment import RUN_ID
