@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
@@ -22,13 +23,21 @@ def of_run(run_id: str) -> list[psutil.Process]:
 
     Descendants, because a process that sets its title (as Ray's and vLLM's do) may overwrite its environment.
     """
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    mine = []
+    for process in psutil.process_iter():  # once: psutil's children() reads the whole table for each process
         try:
+            children[process.ppid()].append(process)
             if process.environ().get(RUN_ID) == run_id:
-                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+                mine.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # ended while we looked, or not ours
+    found: dict[int, psutil.Process] = {}
+    while mine:
+        process = mine.pop()
+        if process.pid not in found:
+            found[process.pid] = process
+            mine += children[process.pid]
     return [p for p in found.values() if p.pid != os.getpid() and alive(p.pid)]
 
 
