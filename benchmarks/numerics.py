@@ -3,10 +3,13 @@
     python -m benchmarks.numerics                          # gradients and SFT curves on what this machine has
     python -m benchmarks.numerics --parts gradients        # one of them
     python -m benchmarks.numerics --parts seeds            # FP8's SFT curve with the other seeds too, after the part sft
-    python -m benchmarks.numerics --grpo runs/tiny/jetrl --bf16 runs/tiny/bf16 runs-1/tiny/bf16 runs-2/tiny/bf16
+    python -m benchmarks.numerics --grpo runs-0/tiny/jetrl --bf16 runs-0/tiny/bf16 runs-1/tiny/bf16 runs-2/tiny/bf16
 
-The last reads finished runs: ``make recipe-tiny`` made the first pair, and the others are
-``python -m verl.jetrl.run recipes/tiny --arms bf16 --runs runs-1 data.seed=1 actor_rollout_ref.rollout.seed=1``.
+The last reads finished runs of the same number of steps, 20 at least (``recipes/tiny`` has 15), made by
+``python -m verl.jetrl.run recipes/tiny --arms bf16,jetrl --runs runs-0 trainer.total_training_steps=60`` and, for N = 1, 2 and
+more, ``python -m verl.jetrl.run recipes/tiny --arms bf16 --runs runs-N trainer.total_training_steps=60 data.seed=N
+actor_rollout_ref.rollout.seed=N``.  Three seeds make a narrow band, which a fourth BF16 run leaves more often than not; with
+eight it seldom does.
 
 ``benchmarks/results/numerics.json`` holds ``parts``: each with ``command``, ``device``, ``versions``, ``notes``, ``samples``,
 ``tables`` and ``figures``.  A run replaces the parts that it measured, on a CPU ``*_cpu`` and on a GPU ``*_gpu``.
@@ -382,8 +385,9 @@ def grpo(fp8: Path, bf16: Sequence[Path]) -> dict:
         )
     if len({len(curve) for curve in curves}) != 1 or len(curves[0]) < WINDOW:
         raise SystemExit(f"runs of {[len(curve) for curve in curves]} steps: want the same number, {WINDOW} at least")
-    samples = {f"bf16_seed{seed[0]}": curve for seed, curve in zip(seeds, curves[:-1], strict=False)}
-    samples[f"{arms[-1].name}_seed{seeds[-1][0]}"] = curves[-1]
+    samples = {}
+    for arm, (data, rollout), curve in zip([*["bf16"] * len(bf16), arms[-1].name], seeds, curves, strict=True):
+        samples[f"{arm}_seed{data}" if data == rollout else f"{arm}_seed{data}-{rollout}"] = curve
     rows = [
         {"run": name, "first rewards": float(np.mean(curve[:WINDOW])), "last rewards": float(np.mean(curve[-WINDOW:]))}
         for name, curve in samples.items()

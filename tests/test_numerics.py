@@ -134,7 +134,7 @@ def test_differences_seed_by_seed():
 def finished(tmp_path) -> Callable[..., Path]:
     """Writes the folder of a run as the launcher and verl do."""
 
-    def write(name: str, curve, seed: int, linear: str = "bf16", state: str = "finished") -> Path:
+    def write(name: str, curve, seed: int, linear: str = "bf16", state: str = "finished", rollout_seed=None) -> Path:
         folder = tmp_path / name
         (folder / "segments").mkdir(parents=True)
         lines = [{"step": 0, "data": {"val-core/sums/reward/mean@1": 0.5}}]
@@ -143,7 +143,7 @@ def finished(tmp_path) -> Callable[..., Path]:
         status = {"state": state, "total_steps": len(curve), "device": "CPU X, 2 cores", "versions": {"verl": "0.9.1"}}
         (folder / "status.json").write_text(json.dumps(status | {"command": f"run {name}"}))
         flow = {"fsdp_config": {"precision_flow": {"linear": linear}}}
-        config = {"data": {"seed": seed}, "actor_rollout_ref": {"rollout": {"seed": seed}, "actor": flow}}
+        config = {"data": {"seed": seed}, "actor_rollout_ref": {"rollout": {"seed": rollout_seed or seed}, "actor": flow}}
         (folder / "config.yaml").write_text(yaml.dump(config))
         return folder
 
@@ -170,6 +170,13 @@ def test_reward_curves_of_finished_runs(finished, tmp_path):
     assert list(result["parts"]) == ["grpo_cpu", "grpo_gpu"] and result["parts"]["grpo_cpu"]["samples"] == part["samples"]
     assert result["figures"]["grpo_reward_inside_cpu"] == 1.0 and result["figures"]["grpo_reward_inside_gpu"] == 0.5
     assert "jetrl_seed42" in numerics.tables(part)
+
+
+def test_runs_that_differ_in_the_rollouts_seed_alone_are_all_kept(finished):
+    *curves, _ = reward_curves()
+    runs = [finished(f"runs-{i}/tiny/bf16", curve, 42, rollout_seed=42 + i) for i, curve in enumerate(curves)]
+    part = numerics.grpo(finished("runs-0/tiny/jetrl", curves[0], 42, "fp8"), runs)
+    assert list(part["samples"]) == ["bf16_seed42", "bf16_seed42-43", "bf16_seed42-44", "jetrl_seed42"]
 
 
 def test_runs_that_cannot_be_compared_are_refused(finished):
