@@ -36,7 +36,7 @@ def write_report(folder: Path, arms: list[Arm]) -> Path:
         write_atomically(folder / "plots" / f"{plot.name}.png", plot.png)
     for old in (folder / "plots").glob("*.png"):
         if old.stem not in {plot.name for plot in plots}:
-            old.unlink()  # of an earlier report, with other arms: beside the new ones it would mislead
+            old.unlink(missing_ok=True)  # of an earlier report, with other arms: beside the new ones it would mislead
     write_atomically(folder / "summary.json", _summary_json(folder.resolve().name, summary).encode())
     write_atomically(folder / "report.md", _render(MARKDOWN, page, escape=False).encode())
     write_atomically(folder / "report.html", _render(HTML, page, escape=True).encode())
