@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import types
 from contextlib import closing
 from dataclasses import replace
@@ -35,12 +37,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
 from benchmarks.tables import fill, markdown
 from benchmarks.traces import PREFILL, STEPS, kernel_times
 from verl.jetrl.environment import KERNEL_CACHE
+from verl.jetrl.preflight import stock_fp8_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,6 +112,7 @@ class Trainer:
         from verl.jetrl.trainer.decoder import share_decoder
         from verl.jetrl.trainer.masters import Masters
 
+        self.module.reshard()  # after a forward FSDP2's root still has its BF16 copies in place of the masters
         values = dict(self.module.named_parameters())
         config = self.module.config
         del self.module
@@ -125,7 +129,7 @@ class Trainer:
         gc.collect()
         torch.cuda.empty_cache()
         layout = layout_of(module.config)
-        arena = Arena.create(layout, torch.device("cuda", torch.cuda.current_device()), 0)
+        arena = Arena.create(layout, next(iter(values.values())).device, 0)
         decoder.bind(arena)
         self.masters = Masters(module, decoder, arena)
         self.masters.write()
@@ -267,8 +271,13 @@ def measure(
     options = replace(settings, exact=arm == "jetrl_exact", traces=traces)
     with closing(Engine("jetrl" if ours else arm, options, {"VLLM_USE_DEEP_GEMM_E8M0": "0"})) as engine:
         _measure(arm, engine, begun, trainer, quick, samples, asked)
-    if not asked:
-        samples.setdefault("profile", {})[arm] = kernel_times(traces, layers)
+        if not asked:
+            count, length, tokens = CASES["2k"]
+            try:
+                engine("profile", prompts(count, length + tokens // 2, 9), 2 * (PREFILL + STEPS))
+                samples.setdefault("profile", {})[arm] = kernel_times(traces, layers)
+            except (RuntimeError, ValueError) as error:  # minutes of measurements are not lost for it
+                print(f"{arm}: no profile: {error}", flush=True)
     shutil.rmtree(traces)
     print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
 
@@ -309,8 +318,6 @@ def _measure(
             made = sum(map(len, ids))
             samples["rollout"].setdefault(arm, {}).setdefault(case, []).append({"seconds": seconds, "tokens": made})
             print(f"{arm:10} {case:4} {made / seconds:9.0f} tokens/s", flush=True)
-    count, length, tokens = CASES["2k"]
-    engine("profile", prompts(count, length + tokens // 2, 9), 2 * (PREFILL + STEPS))
 
 
 def rate(samples: dict, arm: str, case: str) -> float:
@@ -386,7 +393,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     kv_bytes = (4 if args.quick or args.model else 38) * GB
     settings = Settings(model=args.model or Path("/tmp/jetrl-bench-model"), kv_bytes=kv_bytes, max_model_len=4352)
-    asked = texts(args.model) if args.model else None
+    arms, asked = args.arms.split(","), None
+    if args.model:
+        asked = texts(args.model)
+        arms = arms_of(AutoConfig.from_pretrained(args.model), arms)
+        # As much as 16 prompts need: fewer kernels to compile, fewer graphs to capture.
+        settings = replace(settings, max_num_seqs=16, max_num_batched_tokens=1024, capture_sizes=[1, 2, 4, 8, 16])
     raw = args.out / "rollout_samples.json"
     provenance = {"device": str(torch.cuda.get_device_properties(0).uuid), "layers": args.layers, "quick": args.quick}
     command = " ".join(["python -m benchmarks.rollout", *sys.argv[1:]])
@@ -400,11 +412,19 @@ def main() -> None:
     if not args.model:
         compile_kernels(settings)
     trainer = Trainer(args.layers, settings.model, pretrained=bool(args.model))
-    for arm in args.arms.split(","):
+    failed = []
+    for arm in arms:
         if arm.startswith("jetrl") and trainer.masters is None:
             trainer.share()
             samples["weight_bytes"] = weight_bytes(trainer)
-        measure(arm, trainer, settings, args.layers, args.quick, samples, asked)
+        trial = copy.deepcopy(samples)
+        try:
+            measure(arm, trainer, settings, args.layers, args.quick, trial, asked)
+        except Exception:  # the other arms are measured all the same; of this one nothing is kept
+            traceback.print_exc()
+            failed.append(arm)
+            continue
+        samples = trial
         if args.model:
             add_model(args, command, samples["mismatch"])
             continue
@@ -412,6 +432,16 @@ def main() -> None:
         write(args, samples)
     if trainer.masters is not None:
         trainer.masters.arena.close()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; --arms {','.join(failed)} --add measures them again")
+
+
+def arms_of(model: PretrainedConfig, arms: list[str]) -> list[str]:
+    """Those of ``arms`` that can run ``model``."""
+    wrong = stock_fp8_problems(model) if "stock_fp8" in arms else []
+    if wrong:
+        print(f"stock_fp8 left out: {wrong[0]}", flush=True)
+    return [arm for arm in arms if arm != "stock_fp8" or not wrong]
 
 
 def figures_of(samples: dict) -> dict[str, dict[str, float]]:

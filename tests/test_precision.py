@@ -433,5 +433,5 @@ def test_the_printed_configuration_is_whole(root, tmp_path):
 def test_models_that_the_stock_fp8_rollout_gets_wrong_are_refused(model, refused):
     from transformers import AutoConfig
 
-    found = "\n".join(preflight._stock_fp8(AutoConfig.for_model("llama", **model)))
+    found = "\n".join(preflight.stock_fp8_problems(AutoConfig.for_model("llama", **model)))
     assert bool(found) == bool(refused) and all(part in found for part in refused) and "intermediate_size" not in found

@@ -268,7 +268,7 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     if (flow.fp8 or stock) and model is not None and model.model_type not in SUPPORTED_MODELS:
         found.append(f"FP8 supports the model types {', '.join(SUPPORTED_MODELS)}; this model is {model.model_type!r}")
     if stock == "fp8" and model is not None and model.model_type in SUPPORTED_MODELS:
-        found += _stock_fp8(model)
+        found += stock_fp8_problems(model)
     if flow.fp8:
         found += _fp8_training(config)
         found += _arena(config, model)
@@ -292,7 +292,7 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     return found
 
 
-def _stock_fp8(model: PretrainedConfig) -> list[str]:
+def stock_fp8_problems(model: PretrainedConfig) -> list[str]:
     """Widths that vLLM's own block FP8 takes without an error and gets wrong (scales of fused layers), or stops at on a GPU."""
     D = head_dim(model)
     widths = {
