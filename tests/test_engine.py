@@ -596,6 +596,8 @@ def test_verls_fsdp_module_of_the_engine(monkeypatch, mesh, owned):
     owned.append(sharded.masters.arena)
     weights, _ = sharded.get_per_tensor_param()
     assert weights.window is sharded.masters.window and read_handle(1)["slots"] == SLOTS
+    held = sharded.masters.arena.data.nbytes + sharded.masters.window.home.data.nbytes
+    assert read_handle(1)["rollout_nbytes"] == held, "what vLLM's share of the GPU leaves to the trainer's copies"
     assert engine.get_per_tensor_param()[0].window is None
 
 

@@ -379,8 +379,11 @@ class Arena:
         return cls(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device), None)
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device, rank: int) -> Arena:
-        """Allocates the arena of trainer process ``rank`` and leaves its handle for vLLM's worker on the same GPU."""
+    def create(cls, layout: Layout, device: torch.device, rank: int, beside: int = 0) -> Arena:
+        """Allocates the arena of trainer process ``rank`` and leaves its handle for vLLM's worker on the same GPU.
+
+        ``beside``: bytes of weights that the trainer holds beside it, which count as the rollout's too.
+        """
         folder = _folder()
         name = f"jetrl-{folder.name}-{os.getpid()}-{rank}"
         control_path, data_path = f"/dev/shm/{name}-control", f"/dev/shm/{name}-data"
@@ -388,8 +391,7 @@ class Arena:
             raise ArenaError(f"this process already has a weight arena of rank {rank} ({control_path}): close it first")
         handle = {"layout": layout.digest, "nbytes": layout.nbytes, "control": control_path, "device": _device_id(device)}
         handle["slots"] = layout.slots
-        # What of it is the rollout's weights: with slots the engine has the FP8 weights itself.
-        handle["rollout_nbytes"] = layout.bytes_of("bf16") if layout.slots else layout.nbytes
+        handle["rollout_nbytes"] = layout.nbytes + beside
         path = handle_path(rank)
         partial = path.with_suffix(".partial")
         owned = (control_path, data_path, str(path))

@@ -264,16 +264,17 @@ def _trainer(m: Sizes, config: DictConfig) -> Iterator[Item]:
 def _engine(m: Sizes, config: DictConfig, gpu: int) -> Iterator[Item]:
     """vLLM takes ``gpu_memory_utilization`` of the whole GPU; the KV cache is what weights, activations and graphs leave.
 
-    What of the rollout's weights lies in the arena counts for vLLM, though the trainer allocates it.
+    FP8 weights and the BF16 rest in the trainer's process count for vLLM: the arena, and own rows with arena=sharded.
     """
     rollout = config.actor_rollout_ref.rollout
     sleeps = all(_get(config, key) is not False for key in SLEEP)
     own = m.fp8_bytes if _sharded(config) else 0
+    twice = m.fp8_bytes * (1 / ranks_of(config) + SLOTS / m.layers) if own else 0  # the trainer's own rows and its two layers
     weights = own if _fp8(config) else m.fp8_bytes + m.bf16_bytes if rollout.quantization else 2 * m.parameters
     # vLLM's profile_run: one MLP, then logits, probabilities and a sorted copy in FP32.
     work = rollout.max_num_batched_tokens * (6 * m.I + 8 * m.H) + rollout.max_num_seqs * m.V * 12
     graphs = 0 if rollout.enforce_eager else GRAPHS
-    counted = m.fp8_bytes + m.bf16_bytes + m.rope_bytes if _fp8(config) else weights
+    counted = m.fp8_bytes + m.bf16_bytes + m.rope_bytes + twice if _fp8(config) else weights
     kv = max(0.0, rollout.gpu_memory_utilization * gpu - counted - work - graphs)
     awake = (START, ROLLOUT) if sleeps else PHASES
     name = "weights" if not _fp8(config) else "FP8 weights; the rest is the arena's" if own else "weights: the arena's"

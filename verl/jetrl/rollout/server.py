@@ -50,7 +50,8 @@ class JetRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.flow.fp8:
             engine_kwargs["load_format"] = vllm_model.LOAD_FORMAT
-            # As in the other arms the setting counts the rollout's weights, though the trainer allocates them.
+            # As in the other arms the setting counts the weights, though the trainer allocates them: all that is on the GPU
+            # in place of the other arms' copy, so that a rollout takes as much of it.
             if arena := share_of_gpu(self.replica_rank * self.replica_world_size):
                 engine_kwargs["gpu_memory_utilization"] = self._beside(arena)
 

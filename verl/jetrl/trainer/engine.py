@@ -74,8 +74,8 @@ class JetRLEngine(FSDPEngineWithLMHead):
             arena = Arena.private(layout_of(module.config), device)
         elif config.arena == "sharded":
             layout = layout_of(module.config, slots=SLOTS)
-            rows_of(layout, self.device_mesh.size(self.device_mesh.ndim - 1))  # refuses before anything is allocated
-            arena = Arena.create(layout, device, self.rank)
+            home = rows_of(layout, self.device_mesh.size(self.device_mesh.ndim - 1))  # refuses before anything is allocated
+            arena = Arena.create(layout, device, self.rank, home.nbytes)
         else:
             arena = Arena.create(layout_of(module.config, config.rollout_tensor_parallel), device, self.rank)
         self.decoder.bind(arena)
