@@ -3,6 +3,7 @@
     python -m benchmarks.numerics                          # gradients and SFT curves on what this machine has
     python -m benchmarks.numerics --parts gradients        # one of them
     python -m benchmarks.numerics --parts seeds            # FP8's SFT curve with the other seeds too, after the part sft
+    python -m benchmarks.numerics --parts band             # a band of eight BF16 seeds, after the parts sft and seeds
     python -m benchmarks.numerics --grpo runs-0/tiny/jetrl --bf16 runs-0/tiny/bf16 runs-1/tiny/bf16 runs-2/tiny/bf16
 
 The last reads finished runs of the same number of steps, 20 at least (``recipes/tiny`` has 15), made by
@@ -267,6 +268,7 @@ STEPS, BATCH, EVERY, HELD_OUT = (
     64,
 )  # optimizer steps, problems a step, steps between held-out losses, problems there
 SEEDS = (0, 1, 2)  # of the data's order; FP8 runs the first
+MORE_SEEDS = (3, 4, 5, 6, 7)  # of BF16, for a band that a BF16 run seldom leaves
 OPTIMIZER = dict(
     lr=2e-3, weight_decay=0.1, clip_grad=1.0, lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1, min_lr_ratio=0.1
 )
@@ -358,6 +360,38 @@ def seeds(earlier: Mapping[str, dict], steps: int = STEPS) -> dict:
     return {"notes": {"seeds": note}, "figures": figures, "tables": {"seeds": sft_table(samples)}, "samples": samples}
 
 
+def band(earlier: Mapping[str, dict], steps: int = STEPS) -> dict:
+    """The part "band": more BF16 seeds; ``earlier``: the samples of the parts "sft" and "seeds"."""
+    samples = sft_runs([("bf16", seed) for seed in MORE_SEEDS], steps)
+    figures = in_band_of_all({**earlier, **samples})
+    note = (
+        f"every FP8 curve and every BF16 curve in the band of the {len(SEEDS + MORE_SEEDS) - 1} BF16 seeds with other orders "
+        f"of the data; inside_*: the share of the curves that are inside. Seeds {SEEDS} are of the parts sft and seeds."
+    )
+    notes = {"band": f"{note} {BAND_NOTE}"}
+    return {"notes": notes, "figures": figures, "tables": {"band": sft_table(samples)}, "samples": samples}
+
+
+def in_band_of_all(runs: Mapping[str, dict]) -> dict[str, float]:
+    """Every FP8 curve against the band of all BF16 seeds but the one with its order of the data, as each BF16 seed against the
+    others: the band of all would be wider for FP8 than for BF16."""
+    figures = {}
+    for curve, window in CURVES:
+        shares: dict[str, list[float]] = {"fp8": [], "bf16": []}
+        for name, run in runs.items():
+            arm, seed = name.split("_seed")
+            others = [other[curve] for key, other in runs.items() if key.startswith("bf16") and key != f"bf16_seed{seed}"]
+            shares[arm].append(Band.of(others, window).share_inside(run[curve]))
+        figures |= {f"band_{curve}_inside_share_{arm}": float(np.mean(found)) for arm, found in shares.items()}
+        figures[f"band_{curve}_inside_fp8"] = float(np.mean([share >= ENOUGH for share in shares["fp8"]]))
+        figures[f"band_{curve}_inside_bf16"] = float(np.mean([share >= ENOUGH for share in shares["bf16"]]))
+        figures |= {f"band_{curve}_inside_share_fp8_seed{i}": share for i, share in enumerate(shares["fp8"])}
+        ends = {arm: [np.mean(run[curve][-window:]) for name, run in runs.items() if name.startswith(arm)] for arm in shares}
+        figures |= {f"band_{curve}_final_{arm}": float(np.mean(values)) for arm, values in ends.items()}
+        figures[f"band_{curve}_final_bf16_deviation"] = float(np.std(ends["bf16"], ddof=1))
+    return figures
+
+
 # --- reward curves of finished runs ---------------------------------------------------------------------------------------
 
 
@@ -439,19 +473,21 @@ def report(result: dict) -> dict[str, str]:
     }
 
 
-def sft_samples(path: Path) -> dict[str, dict]:
-    """The samples of the part "sft" of this kind of machine."""
-    part = f"sft_{trainers.machine()}"
-    found = json.loads(path.read_text())["parts"] if path.is_file() else {}
-    if part not in found:
-        raise SystemExit(f"{path} has no part {part}: run --parts sft first")
-    return found[part]["samples"]
+def samples_of(path: Path, *names: str) -> dict[str, dict]:
+    """The samples of earlier parts of this kind of machine, together."""
+    found, samples = json.loads(path.read_text())["parts"] if path.is_file() else {}, {}
+    for name in names:
+        part = f"{name}_{trainers.machine()}"
+        if part not in found:
+            raise SystemExit(f"{path} has no part {part}: run --parts {name} first")
+        samples |= found[part]["samples"]
+    return samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft", "seeds"])
+    parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft", "seeds", "band"])
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of the SFT runs (default %(default)s)")
     parser.add_argument("--grpo", type=Path, metavar="RUN", help="folder of the FP8 run; nothing else is measured")
@@ -469,7 +505,8 @@ def main() -> None:
             measure = {
                 "gradients": gradients,
                 "sft": lambda: sft(args.steps),
-                "seeds": lambda: seeds(sft_samples(args.out), args.steps),
+                "seeds": lambda: seeds(samples_of(args.out, "sft"), args.steps),
+                "band": lambda: band(samples_of(args.out, "sft", "seeds"), args.steps),
             }
             parts = {name: measure[name]() for name in args.parts}
     from benchmarks.ops import versions

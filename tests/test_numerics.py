@@ -127,6 +127,20 @@ def test_differences_seed_by_seed():
         assert found[f"seeds_{curve}_final_fp8_range"] == pytest.approx(5.0)
 
 
+def test_fp8_and_bf16_are_held_against_the_same_band():
+    """Every curve against the BF16 seeds with other orders of the data, its own left out."""
+    curves = reward_curves(seeds=9).tolist()
+    made = lambda curve: {"loss": curve, "held_out": curve[::10]}  # noqa: E731
+    runs = {f"bf16_seed{i}": made(curve) for i, curve in enumerate(curves[:8])}
+    same = numerics.in_band_of_all({**runs, **{f"fp8_seed{i}": made(curves[i]) for i in range(8)}})
+    for curve in ("loss", "held_out"):
+        assert same[f"band_{curve}_inside_share_fp8"] == same[f"band_{curve}_inside_share_bf16"]
+    assert same["band_loss_final_fp8"] == same["band_loss_final_bf16"]
+    found = numerics.in_band_of_all({**runs, "fp8_seed0": made(curves[8]), "fp8_seed1": made([x + 1 for x in curves[1]])})
+    assert found["band_loss_inside_share_fp8_seed1"] == 0 < found["band_loss_inside_share_fp8_seed0"]
+    assert found["band_loss_inside_fp8"] <= 0.5
+
+
 # --- finished runs --------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +228,9 @@ def test_the_committed_figures_are_those_of_the_samples():
             runs = parts[name.replace("seeds", "sft")]["samples"] | part["samples"]
             pairs = [[runs[f"{arm}_seed{seed}"] for seed in numerics.SEEDS] for arm in ("fp8", "bf16")]
             assert part["figures"] == pytest.approx(numerics.by_seed(*pairs)), name
+        elif name.startswith("band"):
+            runs = [parts[name.replace("band", other)]["samples"] for other in ("sft", "seeds")]
+            assert part["figures"] == pytest.approx(numerics.in_band_of_all({**runs[0], **runs[1], **part["samples"]})), name
         elif name.startswith("grpo"):
             for figure, value in numerics.compare(curves[-1], curves[:-1]).items():
                 assert part["figures"][f"grpo_reward_{figure}"] == pytest.approx(value), (name, figure)
