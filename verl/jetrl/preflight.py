@@ -255,9 +255,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         )
     if not flow.fp8 and stock and not config.jetrl.mixed_precision:
         found.append(
-            f"the trainer runs in BF16 and the rollout in {stock}: the precision flow differs. Set "
-            "actor_rollout_ref.actor.fsdp_config.precision_flow.linear=fp8, or declare the mixed baseline with "
-            "jetrl.mixed_precision=true"
+            f"the trainer runs in BF16 and the rollout in {stock}: the precision flow differs. Set {FLOW}.linear=fp8, or "
+            "declare the mixed baseline with jetrl.mixed_precision=true"
         )
     if config.jetrl.mixed_precision and (flow.fp8 or stock != "fp8"):
         found.append("jetrl.mixed_precision=true needs BF16 training and actor_rollout_ref.rollout.quantization=fp8")

@@ -746,7 +746,7 @@ def transpose_bytes(q_RC: Tensor) -> Tensor:
 def widen(product: Tensor, target: Tensor, add: bool) -> None:
     """BF16 ``product`` into FP32 ``target``, or added to it; both contiguous, of one shape.
 
-    torch's own conversion reads 2 bytes at a time: on an H200 it took 136 ms of an 8B step of 3.3 s, at 1.2 TB/s.
+    Its loads and stores are of 16 bytes; torch's kernel for two types took longer on an H200.
     """
     n, values, warps = product.numel(), 4096, 8
     if n:

@@ -2,7 +2,7 @@
 
 Neither has to have the rollout's bits (log-probs do: :mod:`verl.jetrl.trainer.log_probs` calls the sampler's functions), but
 each row has the same bits whatever the other rows are.  torch's functions read and write FP32 logits six times for the first
-and, with what makes FP32 logits of BF16 ones, seven times for the second; on an H200 that was 3% of an 8B training step.
+and, with what makes FP32 logits of BF16 ones, seven times for the second.
 """
 
 from __future__ import annotations
