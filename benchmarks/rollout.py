@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -60,7 +61,8 @@ NOTES = {
     "GEMM kernels compiled beforehand.",
     "stock_fp8": "vLLM's block FP8 (128x128, FP32 scales: VLLM_USE_DEEP_GEMM_E8M0=0) with its DeepGEMM kernels.",
     "publish_seconds": "from the end of optimizer.step, device synchronized, until the engine's weights are the new ones and "
-    "both sides' version says so. Stock: export, transfer, re-quantization (for FP8).",
+    "both sides' version says so; the hash is due every verify_weights_every updates, and counted for its share of them "
+    "(with _hashed, in full). Stock: export, transfer, re-quantization (for FP8).",
     "ready_seconds": "the same start, until the engine can schedule a request: wake-up of weights and KV cache included.",
     "weight_bytes_vs_one_copy": "FP8 and BF16 weight bytes that trainer and engine hold on the GPU, the largest transposed "
     "layer's scratch included, over one FP8 copy with scales plus the BF16 rest.",
@@ -405,7 +407,8 @@ def main() -> None:
     provenance = {"device": str(torch.cuda.get_device_properties(0).uuid), "layers": args.layers, "quick": args.quick}
     command = " ".join(["python -m benchmarks.rollout", *sys.argv[1:]])
     samples: dict[str, Any] = {k: {} for k in ("start_seconds", "update", "update_extra_bytes", "mismatch", "rollout")}
-    samples |= {"commands": [], "run_on": provenance}
+    recipe = OmegaConf.load(ROOT / "recipes" / "qwen3-8b" / "base.yaml")
+    samples |= {"commands": [], "run_on": provenance, "verify_weights_every": recipe.jetrl.verify_weights_every}
     if args.add:
         samples = json.loads(raw.read_text())
         if samples["run_on"] != provenance:
@@ -459,13 +462,15 @@ def figures_of(samples: dict) -> dict[str, dict[str, float]]:
         seconds = {
             arm: [statistics.median(u[i] for u in settled(runs)) for i in (0, 1)] for arm, runs in samples["update"].items()
         }
-        sync = {"publish_seconds": seconds["jetrl_hashed"][0], "publish_seconds_without_hash": seconds["jetrl"][0]}
-        sync |= {"ready_seconds": seconds["jetrl_hashed"][1], "ready_seconds_without_hash": seconds["jetrl"][1]}
-        for other in [arm for arm in have if not arm.startswith("jetrl")]:
-            for name, index in (("publish", 0), ("ready", 1)):
+        plain, hashed, every = seconds["jetrl"], seconds["jetrl_hashed"], samples["verify_weights_every"]
+        ours = [p + (h - p) / every for p, h in zip(plain, hashed, strict=True)]
+        for index, name in enumerate(("publish", "ready")):
+            sync[f"{name}_seconds"] = ours[index]
+            sync |= {f"{name}_seconds_without_hash": plain[index], f"{name}_seconds_hashed": hashed[index]}
+            for other in [arm for arm in have if not arm.startswith("jetrl")]:
                 sync[f"{name}_seconds_{other}"] = seconds[other][index]
-                sync[f"{name}_vs_{other}"] = seconds[other][index] / seconds["jetrl_hashed"][index]
-                sync[f"{name}_vs_{other}_without_hash"] = seconds[other][index] / seconds["jetrl"][index]
+                sync[f"{name}_vs_{other}"] = seconds[other][index] / ours[index]
+                sync[f"{name}_vs_{other}_hashed"] = seconds[other][index] / hashed[index]
         held = samples["weight_bytes"]
         sync["weight_bytes_vs_one_copy"] = (held["held"] + held["scratch"]) / held["one_copy"]
         if "resident_bytes" in samples:  # instead of the scratch
@@ -487,7 +492,7 @@ def settled(updates: list) -> list:
 KEPT = {
     "exact": ("rollout", "mismatch"),
     "rollout": ("rollout", "start_seconds", "profile"),
-    "sync": ("update", "update_extra_bytes", "weight_bytes", "resident_bytes"),
+    "sync": ("update", "update_extra_bytes", "weight_bytes", "resident_bytes", "verify_weights_every"),
     "mismatch": ("mismatch",),
 }
 

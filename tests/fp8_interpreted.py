@@ -52,6 +52,27 @@ def forms(M: int, K: int) -> None:
     same("master s", out.s, want.s)
 
 
+def masters() -> None:
+    """Weights of three shapes, some twice, into one buffer with a guard behind it; one of a width that is left out."""
+    shapes = ((128, 256), (200, 208), (128, 256), (130, 210), (200, 208))
+    weights = [adversarial(N, K).float() * (1 + 2.0**-9) for N, K in shapes]
+    total = sum(w.numel() + 16 for w in weights)
+    bytes_ = torch.full((-(-total // 16) * 16,), 7, dtype=torch.uint8)
+    pairs, at = [], 0
+    for w in weights:
+        s = torch.full((ref.groups(w.shape[0]), ref.groups(w.shape[1])), -1.0)
+        pairs.append((w, ref.Quantized(bytes_[at : at + w.numel()].view(ref.FP8).view(w.shape), s)))
+        at += -(-w.numel() // 16) * 16
+    left_out = kernels.quantize_masters(pairs)
+    assert [w.shape for w, _ in left_out] == [(130, 210)]
+    for w, out in pairs:
+        if w.shape != (130, 210):
+            want = ref.quantize_blocks(w.bfloat16())
+            same("masters q", out.q, want.q)
+            same("masters s", out.s, want.s)
+    assert bool((bytes_[at:] == 7).all())
+
+
 def producers(M: int, K: int) -> None:
     x, residual, weight = torch.randn(M, K).bfloat16(), torch.randn(M, K).bfloat16(), torch.randn(K).bfloat16()
     for r in (None, residual):
@@ -124,6 +145,7 @@ if __name__ == "__main__":
     every_value()
     for shape in ((7, 576), (130, 320)):
         forms(*shape)
+    masters()
     widening(17, 576)
     producers(6, 576)
     producers(5, 256)

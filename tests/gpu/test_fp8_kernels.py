@@ -53,6 +53,22 @@ def test_masters_into_given_memory(shape):
     assert bool((guarded[x.numel() :] == 7).all())
 
 
+def test_many_masters_in_one_launch():
+    """Fused weights' parts at offsets of one buffer, masters all over the memory; widths that are no multiple of 16 too."""
+    masters = [adversarial(*shape).float() * (1 + 2.0**-9) for shape in (*SHAPES, *SHAPES, (1024, 4096), (4096, 4096))]
+    rows = [-(-m.numel() // 16) * 16 for m in masters]
+    buffer = torch.full((sum(rows) + 128,), 7, dtype=torch.uint8, device="cuda")
+    parts = [part[: m.numel()].view(ref.FP8).view(m.shape) for part, m in zip(buffer[:-128].split(rows), masters, strict=True)]
+    wanted = [ref.quantize_blocks(m.bfloat16()) for m in masters]
+    scales = torch.zeros(sum(w.s.numel() for w in wanted), device="cuda").split([w.s.numel() for w in wanted])
+    outs = [Quantized(q, s.view(w.s.shape)) for q, s, w in zip(parts, scales, wanted, strict=True)]
+    ops.quantize_masters(list(zip(masters, outs, strict=True)))
+    for out, want in zip(outs, wanted, strict=True):
+        same(out.q, want.q)
+        same(out.s, want.s)
+    assert bool((buffer[-128:] == 7).all())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantizers(shape):
     x = adversarial(*shape)

@@ -27,6 +27,8 @@ does not depend on tile sizes; RMSNorm's sum of squares does, and is always take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language
@@ -328,6 +330,24 @@ def _load_tile(x, x_s, weight, at, inside, m, k, M, k_block, K, stride_xs, SOURC
 
 
 @jit
+def _load_slices(
+    x, x_s, weight, m_block, k_block, M, K, stride_x, stride_xs, SOURCE: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """A tile in four slices (128, 32), zero outside (M, K)."""
+    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
+    k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
+    at = m[:, None].to(tl.int64) * stride_x + k[None, :]
+    slices = ()
+    for i in tl.static_range(4):
+        inside = (m[:, None] < M) & (k[None, :] + i * _SLICE < K)
+        slices = slices + (
+            _load_tile(x, x_s, weight, at + i * _SLICE, inside, m, k + i * _SLICE, M, k_block, K, stride_xs, SOURCE),
+        )
+    return slices
+
+
+@jit
 def _write_forms(
     slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m,
     ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, WARPS: tl.constexpr,
@@ -377,7 +397,6 @@ def _tiles_kernel(
     SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 tile, into rows or weight blocks and/or a transposed form."""
-    ROW_LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     program = tl.program_id(0)
     k_blocks = (K + 127) // 128
     m_block = program // k_blocks
@@ -385,19 +404,29 @@ def _tiles_kernel(
     if SOURCE == _PLAIN:
         later = program + _PREFETCH
         _prefetch_tile(x, later // k_blocks, later % k_blocks, M, K, stride_x, WARPS)
-    m = m_block * 128 + _iota(128, gl.SliceLayout(1, ROW_LAYOUT))
-    k = k_block * 128 + _iota(_SLICE, gl.SliceLayout(0, ROW_LAYOUT))
-    at = m[:, None].to(tl.int64) * stride_x + k[None, :]
-    slices = ()
-    for i in tl.static_range(4):
-        inside = (m[:, None] < M) & (k[None, :] + i * _SLICE < K)
-        slices = slices + (
-            _load_tile(x, x_s, weight, at + i * _SLICE, inside, m, k + i * _SLICE, M, k_block, K, stride_xs, SOURCE),
-        )
+    slices = _load_slices(x, x_s, weight, m_block, k_block, M, K, stride_x, stride_xs, SOURCE, WARPS)
     _write_forms(
         slices, q, s, q_t, s_t, m_block, k_block, M, K, M_T, stride_s, stride_st_k, stride_st_m, ROWS, TRANSPOSED,
         WARPS,
     )  # fmt: skip
+
+
+@jit
+def _masters_kernel(x, q, s, places, N, K, WARPS: tl.constexpr):
+    """One 128x128 tile of one of many FP32 weights (N, K) into weight blocks.
+
+    ``places`` (weights, 3): how far behind x, q and s a weight begins; of x and q in units of 16 elements, so that the
+    compiler knows that loads and stores are aligned.
+    """
+    place = places + tl.program_id(1) * 3
+    x += tl.load(place) * 16
+    q += tl.load(place + 1) * 16
+    s += tl.load(place + 2)
+    k_blocks = (K + 127) // 128
+    m_block = tl.program_id(0) // k_blocks
+    k_block = tl.program_id(0) % k_blocks
+    slices = _load_slices(x, None, None, m_block, k_block, N, K, K, 0, _FP32, WARPS)
+    _write_forms(slices, q, None, None, s, m_block, k_block, N, K, N, 0, 1, k_blocks, _BLOCK, _NONE, WARPS)
 
 
 @jit
@@ -732,6 +761,30 @@ def quantize_weight(w_NK: Tensor, with_transposed: bool, out: Quantized | None =
             ROWS=_BLOCK, TRANSPOSED=_BLOCK if with_transposed else _NONE, **_TILE,
         )  # fmt: skip
     return q, s, q_t
+
+
+def quantize_masters(weights: Sequence[tuple[Tensor, Quantized]]) -> list[tuple[Tensor, Quantized]]:
+    """Contiguous FP32 weights (N, K), each into its ``Quantized``, those of one shape in one launch.
+
+    Returns those that it leaves out: of another type, or with rows or addresses that are not aligned to 16 elements.
+    """
+    shapes: dict[tuple[int, int], list[list[int]]] = {}
+    left_out = []
+    bases = [weights[0][0], _bytes(weights[0][1].q), weights[0][1].s] if weights else []
+    for w_NK, out in weights:
+        away = [a.data_ptr() - b.data_ptr() for a, b in zip((w_NK, *out), bases, strict=True)]
+        addresses = (away[0] % 64, away[1] % 16, w_NK.data_ptr() % 64, out.q.data_ptr() % 16)
+        if w_NK.dtype != torch.float32 or not w_NK.is_contiguous() or w_NK.shape[1] % 16 or any(addresses):
+            left_out.append((w_NK, out))
+        elif w_NK.numel():
+            shapes.setdefault(tuple(w_NK.shape), []).append([away[0] // 64, away[1] // 16, away[2] // 4])
+    if shapes:
+        places = torch.tensor([place for of_shape in shapes.values() for place in of_shape])
+        if bases[0].is_cuda:  # from pinned memory nobody waits
+            places = places.pin_memory().to(bases[0].device, non_blocking=True)
+        for (N, K), some in zip(shapes, places.split([len(x) for x in shapes.values()]), strict=True):
+            _masters_kernel[(groups(N) * groups(K), len(some))](*bases, some, N, K, **_TILE)
+    return left_out
 
 
 def transpose_bytes(q_RC: Tensor) -> Tensor:

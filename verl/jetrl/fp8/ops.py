@@ -12,6 +12,7 @@ of 128; P is that number.  Scales per row may be column-major: index them, do no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -483,15 +484,27 @@ def quantize_blocks(w_NK: Tensor, out: Quantized | None = None) -> Quantized:
     x_NK = _matrix(w_NK, "quantize_blocks", keep=torch.float32)
     if out is None:
         return Quantized(*_ops.quantize_blocks(x_NK))
-    N, K = x_NK.shape
+    _check_blocks(out, *x_NK.shape)
+    _ops.quantize_blocks_(out.q, out.s, x_NK)
+    return out
+
+
+def _check_blocks(out: Quantized, N: int, K: int) -> None:
     for tensor, shape, dtype in ((out.q, (N, K), ref.FP8), (out.s, (groups(N), groups(K)), torch.float32)):
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"quantize_blocks: out must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype} with "
                 f"strides {tensor.stride()}"
             )
-    _ops.quantize_blocks_(out.q, out.s, x_NK)
-    return out
+
+
+def quantize_masters(weights: Sequence[tuple[Tensor, Quantized]]) -> None:
+    """:func:`quantize_blocks` of each FP32 weight into its ``out``; on a GPU those of one shape in one launch."""
+    for w_NK, out in weights:
+        _check_blocks(out, *w_NK.shape)
+    left_out = kernels.quantize_masters(weights) if weights and weights[0][0].is_cuda else weights
+    for w_NK, out in left_out:
+        quantize_blocks(w_NK, out)
 
 
 def quantize_weight(w_NK: Tensor) -> Fp8Weight:

@@ -10,7 +10,8 @@ the arena after an optimizer step: every rank its own rows, whose FP8 bytes the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from verl.jetrl.model.rope import rope_table
 from verl.jetrl.trainer.gradients import Gradients
 from verl.jetrl.window import Window, all_gather
 
-TOGETHER = 32  # tensors of an update that are gathered at a time, while the next ones are quantized
+TOGETHER = 64  # tensors of an update that are gathered at a time, while the next ones are quantized
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -47,6 +48,21 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, device: torch.device) 
                 sharded[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             setattr(owner, name, sharded[id(parameter)])
     module.to(device)  # buffers
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """A parameter's way into the arena: its rows are rounded into ``into``, (BF16) or (FP8, scales), and then gathered.
+
+    ``into``: this rank's rows of the parameter.  ``gathered``: (whole, this rank's rows), straight in the arena, so that a
+    gather needs no memory of its own.  ``all_rows``: where the ranks' rows differ in number, or a block of rows would straddle
+    two ranks, every rank gathers the BF16 rows and rounds them all.
+    """
+
+    name: str
+    into: list[Tensor]
+    gathered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    all_rows: bool = False
 
 
 class Masters:
@@ -70,6 +86,7 @@ class Masters:
             for index, layer in enumerate(decoder.model.layers):
                 for linear in layer.linears():
                     linear.ensure = partial(self.window.ensure, index)
+        self._roundings = list(self._plan())
         arena[ROPE].copy_(rope_table(decoder.config, decoder.config.max_position_embeddings))
 
     # --- weights --------------------------------------------------------------------------------------------------
@@ -78,11 +95,11 @@ class Masters:
     def quantized(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors of an arena entry from the masters: per part (FP8 bytes, scales), or (BF16, None)."""
         for name, _ in entry.parts:
-            if self.mesh.size() == 1 and entry.dtype == FP8:  # FP32 is rounded to BF16 while it is quantized
-                yield ops.quantize_blocks(self._here(name).to_local())
-                continue
-            full_NK = self._here(name).to(torch.bfloat16).full_tensor()
-            yield ops.quantize_blocks(full_NK) if entry.dtype == FP8 else (full_NK, None)
+            if self.mesh.size() == 1:  # FP32 is rounded to BF16 while it is quantized
+                full_NK = self._rows(name)
+            else:
+                full_NK = self._here(name).to(torch.bfloat16).full_tensor()
+            yield ops.quantize_blocks(full_NK) if entry.dtype == FP8 else (full_NK.to(torch.bfloat16), None)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -98,13 +115,13 @@ class Masters:
             return
         if self.window is not None:
             self.window.forget()
-        on_way, pairs, group = [], [], self.mesh.get_group(self._shards)
-        for entry in self.arena.layout.weights:
-            pairs += self._write(entry)
-            if len(pairs) >= TOGETHER:
-                on_way += all_gather(pairs, group)
-                pairs = []
-        for work in (*on_way, *all_gather(pairs, group)):
+        on_way = []
+        for first in range(0, len(self._roundings), TOGETHER):
+            some = self._roundings[first : first + TOGETHER]
+            self._round(some)
+            gathered = [pair for rounding in some for pair in rounding.gathered]
+            on_way += all_gather(gathered, self.mesh.get_group(self._shards))
+        for work in on_way:
             work.wait()
         self.arena.cut_scales()
         if self.resident_transposed:
@@ -116,38 +133,48 @@ class Masters:
                 torch.cuda.synchronize(self.arena.data.device)
             control.wrote()
 
-    def _write(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor]]:
-        """Writes this rank's rows of one entry; yields what is left to gather: whole, own rows."""
-        if entry.dtype != FP8:
-            for name, target in self.arena.parts(entry.name):
-                yield from self._round(name, [target])
-            return
-        arena = self.arena if self.window is None else self.window.home
-        scales = arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
-        for (name, target), (_, scale) in zip(arena.parts(entry.name), scales, strict=True):
-            if self.window is None:
-                yield from self._round(name, [target, scale], BLOCK)
+    def _plan(self) -> Iterator[_Rounding]:
+        """Where each parameter goes; made once, since names and views of an 8B model take the host longer than the GPU."""
+        ranks, rank = self.mesh.size(self._shards), self.mesh.get_local_rank(self._shards)
+        for entry in self.arena.layout.weights:
+            fp8 = entry.dtype == FP8
+            home = fp8 and self.window is not None  # own rows stay where they are
+            arena = self.window.home if home else self.arena
+            targets = [[whole] for _, whole in arena.parts(entry.name)]
+            if fp8:
+                scales = arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
+                targets = [[*whole, scale] for whole, (_, scale) in zip(targets, scales, strict=True)]
+            for (name, _), whole in zip(entry.parts, targets, strict=True):
+                if home or ranks == 1:
+                    yield _Rounding(name, whole)
+                elif self.parameters[name].shape[0] % (ranks * (BLOCK if fp8 else 1)):
+                    yield _Rounding(name, whole, all_rows=True)
+                else:
+                    own = [x.chunk(ranks)[rank] for x in whole]
+                    yield _Rounding(name, own, gathered=list(zip(whole, own, strict=True)))
+
+    def _round(self, roundings: Sequence[_Rounding]) -> None:
+        """One read of the masters and one write of the arena."""
+        together = []
+        for rounding in roundings:
+            if rounding.all_rows:
+                rows = self._here(rounding.name).to(torch.bfloat16).full_tensor()
             else:
-                _round_into([target, scale], self._here(name).to_local())
+                rows = self._rows(rounding.name)
+            if len(rounding.into) == 1:
+                rounding.into[0].copy_(rows)
+            elif rounding.all_rows or self.parameters[rounding.name].device != rows.device:
+                ops.quantize_blocks(rows, Quantized(*rounding.into))  # a copy: not held until the others have come
+            else:
+                together.append((rows, Quantized(*rounding.into)))
+        ops.quantize_masters(together)
 
-    def _round(self, name: str, targets: list[Tensor], block: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rounds a parameter into ``targets``, (BF16) or (FP8, scales): this rank its own rows; yields them with the whole.
-
-        One read of the masters and one write of the arena; the gathers need no memory but the arena's.  Where the ranks' rows
-        differ in number, or a block of ``block`` rows would straddle two ranks, every rank gathers the BF16 rows and rounds
-        them all.
-        """
-        parameter, ranks = self._here(name), self.mesh.size(self._shards)
-        if ranks > 1 and parameter.shape[0] % (ranks * block):
-            _round_into(targets, parameter.to(torch.bfloat16).full_tensor())
-            return
-        mine = [target.chunk(ranks)[self.mesh.get_local_rank(self._shards)] for target in targets] if ranks > 1 else targets
-        _round_into(mine, parameter.to_local())
-        if ranks > 1:
-            yield from zip(targets, mine, strict=True)
+    def _rows(self, name: str) -> Tensor:
+        """This rank's rows of a master on the arena's device, wherever offloading left them."""
+        return self.parameters[name].to_local().to(self.arena.data.device)
 
     def _here(self, name: str) -> DTensor:
-        """A master on the arena's device, wherever offloading left it."""
+        """A master on the arena's device."""
         return self.parameters[name].detach().to(self.arena.data.device)
 
     # --- gradients ------------------------------------------------------------------------------------------------
@@ -191,10 +218,3 @@ class Masters:
                 rows, self.mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
             parameter.grad = grad.to(parameter.dtype)
-
-
-def _round_into(targets: list[Tensor], rows: Tensor) -> None:
-    if len(targets) == 1:
-        targets[0].copy_(rows)
-    else:
-        ops.quantize_blocks(rows, Quantized(*targets))
