@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from importlib.metadata import version
@@ -84,9 +83,3 @@ def test_second_setup_does_nothing(root: Path) -> None:
     """`make test` ran the set-up already; another one must not install again."""
     result = subprocess.run(["make", "-n", "setup"], cwd=root, capture_output=True, text=True, check=True)
     assert "install.sh" not in result.stdout
-
-
-def test_readme_shows_the_committed_demo_result(root: Path) -> None:
-    from benchmarks.demo import RESULT, table
-
-    assert table(json.loads(RESULT.read_text())) in (root / "README.md").read_text()

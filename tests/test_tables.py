@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import exact, numerics, ops, rollout, train
+from benchmarks import exact, numerics, ops, rollout, runs, train
 from benchmarks.tables import fill, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,9 @@ def test_a_table_and_its_place(tmp_path):
     assert page.read_text() == f"a\n<!-- table x -->\n\n{table}\n\n<!-- end -->\nb\n<!-- table y -->\nkept\n<!-- end -->\n"
 
 
-@pytest.mark.parametrize("name", ("docs/exact.md", "docs/fp8.md", "docs/rollout.md", "docs/training.md", "README.md"))
+@pytest.mark.parametrize(
+    "name", ("docs/exact.md", "docs/fp8.md", "docs/rollout.md", "docs/smollm2.md", "docs/training.md", "README.md")
+)
 def test_pages_show_the_results(name, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(ROOT / name, page)
@@ -31,6 +33,8 @@ def test_pages_show_the_results(name, tmp_path):
     fill(page, {"train": train.report(json.loads((RESULTS / "train.json").read_text()))})
     fill(page, numerics.report(json.loads((RESULTS / "numerics.json").read_text())))
     fill(page, exact.report(rollout.stored(RESULTS / "exact.json")))
+    for shown in runs.PAGES.values():
+        fill(page, {shown.table: runs.table(json.loads((RESULTS / f"{shown.table}.json").read_text()))})
     assert page.read_text() == (ROOT / name).read_text()
 
 
