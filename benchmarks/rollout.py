@@ -315,7 +315,7 @@ def _measure(
         if quick:
             length, tokens = length // 8, tokens // 16
         engine("generate", prompts(count, length, 0), 16, False)  # warm-up: kernels of this batch size
-        for run in range(1 if quick or case == "2k" else 2):
+        for run in range(1 if quick or case == "2k" else 3):
             seconds, ids, _ = engine("generate", prompts(count, length, 1 + run), tokens, False)
             made = sum(map(len, ids))
             samples["rollout"].setdefault(arm, {}).setdefault(case, []).append({"seconds": seconds, "tokens": made})
@@ -323,9 +323,8 @@ def _measure(
 
 
 def rate(samples: dict, arm: str, case: str) -> float:
-    """Tokens per second over the runs of a case."""
-    runs = samples["rollout"][arm][case]
-    return sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs)
+    """Tokens per second of a case, the median of its runs."""
+    return statistics.median(run["tokens"] / run["seconds"] for run in samples["rollout"][arm][case])
 
 
 def weight_bytes(trainer: Trainer) -> dict[str, int]:

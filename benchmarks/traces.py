@@ -18,7 +18,7 @@ KINDS = (  # the first that matches a kernel's name
     ("attention", r"flash|fmha|attn"),
     ("GEMM", r"gemm|nvjet|cutlass|cublas|gemv|splitk"),
     ("sampling", r"gumbel|topk|top_k|softmax|argmax|sample|temperature"),
-    ("norm, RoPE, activation, quantization", r"rms|rope|rotary|silu|act_and_mul|quant|_rows_kernel|triton_"),
+    ("norm, RoPE, activation, quantization", r"rms|rope|rotary|silu|act_and_mul|quant|_(rows|forward)_kernel|triton_"),
 )
 TRAINING_KINDS = (
     ("collectives", r"nccl"),
@@ -33,6 +33,7 @@ TRAINING_KINDS = (
 REST = "copies and the rest"
 IDLE = "no kernel"
 PREFILL, STEPS = 40, 16  # engine steps before recording starts, and those recorded
+NAMED = 4  # kernels of a kind that are kept by name
 
 
 def profiler_config(folder: Path) -> dict[str, Any]:
@@ -75,24 +76,23 @@ def kernel_times(folder: Path, layers: int) -> dict[str, Any]:
 
 
 def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, str], ...] = KINDS) -> dict[str, Any]:
-    """Milliseconds per step by kind of kernel and of the largest kernels.
+    """Milliseconds per step by kind of kernel, and of the largest kernels of each kind.
 
     Streams overlap: the kinds may add up to more than the step, and ``no kernel`` is when no stream ran anything.
     """
-    by_kind: Counter[str] = Counter()
-    names: Counter[str] = Counter()
+    names: dict[str, Counter[str]] = {}
     busy, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event["ts"]):
-        by_kind[kind_of(event["name"], kinds)] += event["dur"]
-        names[event["name"]] += event["dur"]
+        names.setdefault(kind_of(event["name"], kinds), Counter())[event["name"]] += event["dur"]
         busy += max(event["ts"] + event["dur"] - max(end, event["ts"]), 0.0)
         end = max(end, event["ts"] + event["dur"])
+    by_kind = Counter({kind: of_kind.total() for kind, of_kind in names.items()})
     by_kind[IDLE] = end - min(event["ts"] for event in events) - busy
     ms = 1e-3 / steps
     return {
         "steps": steps,
         "ms_per_step": {kind: us * ms for kind, us in by_kind.most_common()},
-        "largest": {name[:160]: us * ms for name, us in names.most_common(12)},
+        "largest": {kind: {name[:160]: us * ms for name, us in of_kind.most_common(NAMED)} for kind, of_kind in names.items()},
     }
 
 
