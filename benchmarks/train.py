@@ -58,8 +58,10 @@ TINY = dict(
 )  # fmt: skip
 MICRO_BATCHES = 4
 PHASES = ("log_prob", "forward_backward", "optimizer", "write")
+STEP = "step"
 NOTES = {
-    "tokens_per_s": "tokens (prompt and response) of a step on all GPUs over the step's median time: log-prob pass with "
+    "tokens_per_s": "tokens (prompt and response) of a step on all GPUs over its median time, the host never waiting for "
+    "the GPU but where verl does: log-prob pass with "
     "entropies, forward and backward of the policy loss, gradient clipping, AdamW, and the write of the FP8 weights. What BF16 "
     "arms spend later on sending their weights to the rollout is not counted.",
     "bf16": "verl's FSDP2 engine on Hugging Face's layers; attention as in all arms: FlashAttention 3, flash-attn-4 backward.",
@@ -317,13 +319,17 @@ class Collectives(TorchDispatchMode):
 
 
 class Meter:
-    """Wall time of a step's phases, the device idle at both ends."""
+    """Wall time of a step and, unless ``whole``, of its phases, the device idle at both ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if self.whole and name != STEP:
+            yield
+            return
         synchronize()
         started = time.perf_counter()
         yield
@@ -336,15 +342,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def step(engine: Any, loss: Callable, data: Any) -> dict[str, float]:
-    """One training phase; seconds by phase, and the gradient's norm, which all arms must agree on."""
+def step(engine: Any, loss: Callable, data: Any, whole: bool = False) -> dict[str, float]:
+    """One training phase; its seconds and the gradient's norm, which all arms must agree on.  Unless ``whole``, seconds by
+    phase too, for which the host waits between them."""
     from verl.utils import tensordict_utils as tu
 
-    meter = Meter()
+    meter = Meter(whole)
     masters = getattr(engine, "masters", None)
     data = data.copy()
     dist.barrier()
-    with meter.phase("step"):
+    with meter.phase(STEP):
         tu.assign_non_tensor(data, calculate_entropy=True)
         with meter.phase("log_prob"), engine.eval_mode():
             output = engine.infer_batch(data, loss_function=None)
@@ -357,7 +364,8 @@ def step(engine: Any, loss: Callable, data: Any) -> dict[str, float]:
                 engine.forward_backward_batch(data, loss, forward_only=False)
             with meter.phase("optimizer"), timed_write(masters, writing):
                 norm = engine.optimizer_step()
-    meter.seconds["optimizer"] -= meter.seconds.setdefault("write", 0.0)
+    if not whole:
+        meter.seconds["optimizer"] -= meter.seconds.setdefault("write", 0.0)
     if not (norm > 0 and norm < float("inf")):
         raise RuntimeError(f"the gradient's norm is {norm}: nothing was trained")
     return meter.seconds | {"grad_norm": norm}
@@ -415,7 +423,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     if plan:
         return {"skipped": plan}
     engine, loss = build(arm, options, config)
-    result: dict[str, Any] = {"build_seconds": time.perf_counter() - begun, "steps": {}, "peak": {}}
+    result: dict[str, Any] = {"build_seconds": time.perf_counter() - begun, "steps": {}, "phases": {}, "peak": {}}
     release()  # rank 0 held the whole FP32 model: no part of what a step reserves
     with unfused(arm.saved) if arm.saved else nullcontext():
         begun = time.perf_counter()
@@ -427,7 +435,8 @@ def measure(name: str, options: Options) -> dict[str, Any]:
                 step(engine, loss, batch_of(arm, options, length, 1))
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            result["steps"][length] = [step(engine, loss, data) for _ in range(options.steps)]
+            result["steps"][length] = [step(engine, loss, data, whole=True) for _ in range(options.steps)]
+            result["phases"][length] = [step(engine, loss, data)]
             result["peak"][length] = peak()
         if arm.thorough:
             data = batch_of(arm, options, options.lengths[0], 2)
@@ -558,12 +567,14 @@ def merged(ranks: list[dict]) -> dict[str, Any]:
 
 def summary(arm: dict, world: int) -> dict[str, Any]:
     """For the log."""
-    medians = {n: {p: round(median(arm, n, p), 3) for p in (*PHASES, "step", "grad_norm")} for n in arm.get("steps", {})}
+    medians = {n: {p: round(median(arm, n, p), 3) for p in (*PHASES, STEP, "grad_norm")} for n in arm.get("steps", {})}
     return {k: v for k, v in arm.items() if k in ("skipped", "same_gradient_bits", "collective_bytes", "peak")} | medians
 
 
-def median(arm: dict, length: str, phase: str = "step") -> float:
-    return statistics.median(step[phase] for step in arm["steps"][length])
+def median(arm: dict, length: str, phase: str = STEP) -> float:
+    """Of the steps in which the host does not wait; of phases, of those in which it does (in older files they are the same)."""
+    steps = arm.get("phases", arm["steps"]) if phase in PHASES else arm["steps"]
+    return statistics.median(step[phase] for step in steps[length])
 
 
 @contextmanager

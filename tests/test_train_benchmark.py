@@ -41,7 +41,10 @@ def test_every_arm_trains_the_same_step(root: Path, tmp_path: Path):
     assert tuple(arms) == ARMS and not [a for a in arms.values() if "error" in a or "skipped" in a]
 
     shapes = result["samples"]["8b"]["shapes"]
-    norms = {name: [s["grad_norm"] for s in arm["steps"]["32"]] for name, arm in arms.items()}
+    norms = {name: [s["grad_norm"] for s in arm["steps"]["32"] + arm["phases"]["32"]] for name, arm in arms.items()}
+    for arm in arms.values():  # whole steps wait for nothing, phases add up to theirs
+        assert not any(set(train.PHASES) & set(s) for s in arm["steps"]["32"])
+        assert all(sum(s[p] for p in train.PHASES) <= s[train.STEP] for s in arm["phases"]["32"])
     for name, values in norms.items():
         assert values == pytest.approx([norms["bf16"][0]] * len(values), rel=0.02), f"{name} does not train what bf16 trains"
     assert norms["fp8"] != norms["bf16"] and norms["fp8_requantized"] != norms["bf16_fused"], "FP8 is off"
