@@ -39,7 +39,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.engines import Engine, Settings
-from benchmarks.rollout import RESULTS, SHAPES, compile_kernels, figures_of_parts, prompts, provenance_of, stored
+from benchmarks.rollout import RESULTS, compile_kernels, figures_of_parts, prompts, provenance_of, stored
+from benchmarks.shapes import QWEN2_5_7B, QWEN3_8B, SMOLLM2_135M, save_config
 from benchmarks.tables import fill, markdown
 from benchmarks.timing import Clock
 from benchmarks.train import synchronize
@@ -50,8 +51,6 @@ from verl.jetrl.environment import RUN_ID, run_tmp
 from verl.jetrl.parity import device, random_weights, trainer_side
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from verl.jetrl.trainer.masters import Masters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,23 +69,14 @@ TINY = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512,
     tie_word_embeddings=False, max_position_embeddings=512,
 )  # fmt: skip
-FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 UPDATES = 3
 JOB_ARM, METRIC = "jetrl-exact", metric_names.ABS_DLOGP_MAX
 # The family and shapes of each gate.
 GATES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_8b": ("qwen3", SHAPES | {"num_hidden_layers": 36}),
-    "qwen2_5_7b": ("qwen2", dict(
-        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128,
-        num_hidden_layers=28, vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )),
-    "smollm2_135m": ("llama", dict(
-        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
-        num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )),
-}  # fmt: skip
+    "qwen3_8b": ("qwen3", QWEN3_8B),
+    "qwen2_5_7b": ("qwen2", QWEN2_5_7B),
+    "smollm2_135m": ("llama", SMOLLM2_135M),
+}
 # CUDA graphs come first: that engine compiles the GEMM kernels of up to 256 rows side by side, and all the others find them.
 MODES = {"compiled": ("--compiled", "--batched-tokens", "256"), "eager": ("--batched-tokens", "64")}
 # Prompts of many lengths, cut into chunks beside decode; temperature is part of what has to be equal.
@@ -108,22 +98,12 @@ NOTES = {
 }
 
 
-def save_config(family: str, shapes: Mapping[str, Any], folder: Path) -> PretrainedConfig:
-    """The folder that stands for a model: a configuration without weights."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(family, max_window_layers=shapes["num_hidden_layers"], **shapes)
-    config.architectures, config.dtype, config.eos_token_id, config.bos_token_id = [FAMILIES[family]], "bfloat16", None, None
-    config.save_pretrained(folder)
-    return config
-
-
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
 def make_trainer(shapes: Mapping[str, Any], layers: int, folder: Path) -> tuple[nn.Module, Masters]:
     """A random model on the shared decoder, and its masters behind an arena that the engines map."""
-    config = save_config("qwen3", shapes | {"num_hidden_layers": layers}, folder)
+    config = save_config(folder, shapes | {"num_hidden_layers": layers})
     model, _, masters = trainer_side(partial(random_weights, config))
     return model, masters
 
@@ -282,7 +262,7 @@ def gate(case: str, mode: str, model: Path | None, quick: bool) -> dict[str, Any
         options += MODES[mode]
         if model is None:
             tiny = TINY | {"num_hidden_layers": 2, "tie_word_embeddings": shapes["tie_word_embeddings"]}
-            save_config(family, shapes | (tiny if quick else {}), Path(temporary))
+            save_config(Path(temporary), shapes | (tiny if quick else {}), family)
             options.append("--random")
         command = [sys.executable, "-m", "verl.jetrl.parity", str(model.resolve() if model else temporary), *options]
         with open(Path(temporary) / "stderr", "w+", errors="replace") as log:
@@ -452,7 +432,7 @@ def main() -> None:
         return
     restart_as_run()
     os.environ["VERL_REPLICA_RANK"] = "0"
-    shapes, layers = (TINY, 2) if args.quick else (SHAPES, args.layers)
+    shapes, layers = (TINY, 2) if args.quick else (QWEN3_8B, args.layers)
     grid = {2: (128, 256), 4: (128,)} if args.quick else GRID
     cases = [(2, 128), (4, 256)] if args.quick else CASES
     steps, repeats = (8, 1) if args.quick else (STEPS, 3)

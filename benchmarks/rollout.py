@@ -41,6 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
+from benchmarks.shapes import QWEN3_8B, save_config
 from benchmarks.tables import fill, markdown
 from benchmarks.traces import PREFILL, STEPS, kernel_times
 from verl.jetrl.environment import KERNEL_CACHE
@@ -49,11 +50,6 @@ from verl.jetrl.preflight import stock_fp8_problems
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 GB = 2**30
-SHAPES = dict(
-    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    vocab_size=151936, tie_word_embeddings=False, max_position_embeddings=40960,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)  # fmt: skip
 CASES = {"64": (64, 256, 512), "256": (256, 256, 512), "2k": (64, 2048, 2048)}
 ARMS = ("bf16", "stock_fp8", "jetrl", "jetrl_exact")
 NOTES = {
@@ -76,7 +72,7 @@ NOTES = {
 class Trainer:
     """FP32 masters, of random weights or a checkpoint's; first as verl's FSDP2 trainer has them, then behind an arena."""
 
-    def __init__(self, layers: int, folder: Path, shapes: dict[str, Any] = SHAPES, pretrained: bool = False) -> None:
+    def __init__(self, layers: int, folder: Path, shapes: dict[str, Any] = QWEN3_8B, pretrained: bool = False) -> None:
         from verl.jetrl.trainer import flash
 
         flash.register()
@@ -92,12 +88,7 @@ class Trainer:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="jetrl_fa3").cuda()
 
     def _random(self, layers: int, folder: Path, shapes: dict[str, Any]) -> torch.nn.Module:
-        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, max_window_layers=layers, **shapes)
-        config.architectures = ["Qwen3ForCausalLM"]
-        config.dtype = torch.bfloat16
-        config.eos_token_id = config.bos_token_id = None
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
+        config = save_config(folder, shapes | {"num_hidden_layers": layers})
         torch.manual_seed(0)
         with torch.device("cuda"):
             module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="jetrl_fa3")
@@ -363,10 +354,10 @@ def compile_kernels(settings: Settings) -> None:
     """Compiles DeepGEMM's kernels for all engines, so that none does while it is measured."""
     from verl.jetrl.fp8 import precompile
 
-    H, I, D = SHAPES["hidden_size"], SHAPES["intermediate_size"], SHAPES["head_dim"]
-    q, kv = SHAPES["num_attention_heads"] * D, SHAPES["num_key_value_heads"] * D
+    H, I, D = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"], QWEN3_8B["head_dim"]
+    q, kv = QWEN3_8B["num_attention_heads"] * D, QWEN3_8B["num_key_value_heads"] * D
     linears = [(q + 2 * kv, H), (H, q), (2 * I, H), (H, I)]
-    jobs = precompile.jobs_of(linears, (SHAPES["vocab_size"], H), settings.max_num_batched_tokens, settings.max_num_seqs)
+    jobs = precompile.jobs_of(linears, (QWEN3_8B["vocab_size"], H), settings.max_num_batched_tokens, settings.max_num_seqs)
     begun = time.perf_counter()
     precompile.precompile(jobs, torch.device("cuda", 0))
     print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)
@@ -521,7 +512,7 @@ def write(args: argparse.Namespace, samples: dict) -> None:
     """The result files of the arms so far, and their figures; what they hold of pretrained models stays."""
     common = provenance_of("; ".join(samples["commands"])) | {
         "notes": NOTES,
-        "shapes": SHAPES | {"num_hidden_layers": args.layers},
+        "shapes": QWEN3_8B | {"num_hidden_layers": args.layers},
     }
     for name, figures in figures_of(samples).items():
         if not figures:

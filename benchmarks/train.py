@@ -40,18 +40,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.shapes import QWEN3_4B, QWEN3_8B, save_config
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
 RECIPE = ROOT / "recipes" / "qwen3-8b"
 
-QWEN3 = dict(
-    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-    max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)  # fmt: skip
-PARTS = {
-    "8b": (2, QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)),
-    "4b": (1, QWEN3 | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)),
-}
+PARTS = {"8b": (2, QWEN3_8B), "4b": (1, QWEN3_4B)}  # GPUs, shapes
 TINY = dict(
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=384, hidden_size=128,
     intermediate_size=256, max_position_embeddings=512,
@@ -156,16 +151,6 @@ class Options:
 
 
 # --- one engine -----------------------------------------------------------------------------------------------------
-
-
-def save_config(options: Options) -> None:
-    """The folder that stands for the model: a configuration without weights."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("qwen3", max_window_layers=options.shapes["num_hidden_layers"], **options.shapes)
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.eos_token_id = config.bos_token_id = None
-    config.save_pretrained(options.folder)
 
 
 def compose_arm(arm: Arm, options: Options):
@@ -764,7 +749,7 @@ def run_part(options: Options, arms: list[str], add: bool) -> None:
     # As verl has it in a run from the first weight update on.
     wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.update({name: os.environ.get(name, value) for name, value in wanted.items()})
-    save_config(options)
+    save_config(options.folder, options.shapes)
     with update(options) as part:
         part["ceilings"] = {}
         part["arms"] = {k: v for k, v in part["arms"].items() if add and k not in arms}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import exact, rollout
+from benchmarks.shapes import QWEN3_8B
 from benchmarks.tables import fill
 from verl.jetrl.report.load import ReportError
 
@@ -55,7 +56,7 @@ def test_longer_responses_than_measured_are_an_error():
 
 
 def test_the_kv_cache_holds_every_cell_of_the_grid():
-    shapes = exact.SHAPES
+    shapes = QWEN3_8B
     token = 2 * 36 * shapes["num_key_value_heads"] * shapes["head_dim"] * 2
     for count, contexts in exact.GRID.items():
         assert count * (max(contexts) + exact.STEPS + exact.LARGEST_BLOCK) * token < exact.KV_BYTES

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from benchmarks import rollout
+from benchmarks.shapes import QWEN3_8B
 from verl.jetrl.trainer import flash
 
 
@@ -40,4 +41,4 @@ def test_an_arm_that_cannot_run_a_model_is_left_out(capsys):
     smollm2 = SimpleNamespace(**sizes)
     assert rollout.arms_of(smollm2, list(rollout.ARMS)) == ["bf16", "jetrl", "jetrl_exact"]
     assert "stock_fp8 left out" in capsys.readouterr().out
-    assert rollout.arms_of(SimpleNamespace(**rollout.SHAPES), list(rollout.ARMS)) == list(rollout.ARMS)
+    assert rollout.arms_of(SimpleNamespace(**QWEN3_8B), list(rollout.ARMS)) == list(rollout.ARMS)
