@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -205,10 +205,15 @@ class Masters:
 
     def _attach(self, sinks: Mapping[str, Tensor | GradientSink]) -> None:
         """Gives the decoder's layers what their backward adds to."""
-        for entry in self.arena.layout.weights:
-            owner, _, kind = entry.name.rpartition(".")
-            attribute = "bias_grad" if kind == "bias" else "main_grad"
-            setattr(self.decoder.get_submodule(owner), attribute, sinks.get(entry.name))
+        for name, layer, attribute in self._adders:
+            setattr(layer, attribute, sinks.get(name))
+
+    @cached_property
+    def _adders(self) -> list[tuple[str, nn.Module, str]]:
+        """By arena entry the layer whose backward has its gradient, and the attribute that the layer adds to."""
+        owners = [(entry.name, *entry.name.rpartition(".")[::2]) for entry in self.arena.layout.weights]
+        attributes = {"bias": "bias_grad"}
+        return [(name, self.decoder.get_submodule(owner), attributes.get(kind, "main_grad")) for name, owner, kind in owners]
 
     def assign_grads(self) -> None:
         """Hangs each rank's rows of the mean gradients on its parameters: views of the accumulators."""
