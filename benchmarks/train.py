@@ -55,8 +55,8 @@ MICRO_BATCHES = 4
 PHASES = ("log_prob", "forward_backward", "optimizer", "write")
 STEP = "step"
 NOTES = {
-    "tokens_per_s": "tokens (prompt and response) of a step on all GPUs over its median time, the host never waiting for "
-    "the GPU but where verl does: log-prob pass with "
+    "tokens_per_s": "tokens (prompt and response) of a step on all GPUs over its median time; of an arm with ``phases`` the "
+    "host waits for the GPU only where verl does, of others (measured earlier) between the phases too: log-prob pass with "
     "entropies, forward and backward of the policy loss, gradient clipping, AdamW, and the write of the FP8 weights. What BF16 "
     "arms spend later on sending their weights to the rollout is not counted.",
     "bf16": "verl's FSDP2 engine on Hugging Face's layers; attention as in all arms: FlashAttention 3, flash-attn-4 backward.",
@@ -429,7 +429,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
             result["same_gradient_bits"] = digests[0] == digests[1]
             if torch.cuda.is_available():
                 data = batch_of(arm, options, options.lengths[0])
-                result["profile"] = training_times(lambda: step(engine, loss, data))
+                result["profile"] = training_times(lambda: step(engine, loss, data, whole=True))
         if options.world > 1 and arm.model != "compiled":
             with Collectives() as collectives:  # last: torch.compile does not work under a dispatch mode
                 step(engine, loss, batch_of(arm, options, options.lengths[0]))

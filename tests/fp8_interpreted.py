@@ -63,8 +63,9 @@ def masters() -> None:
         s = torch.full((ref.groups(w.shape[0]), ref.groups(w.shape[1])), -1.0)
         pairs.append((w, ref.Quantized(bytes_[at : at + w.numel()].view(ref.FP8).view(w.shape), s)))
         at += -(-w.numel() // 16) * 16
-    left_out = kernels.quantize_masters(pairs)
-    assert [w.shape for w, _ in left_out] == [(130, 210)]
+    other = (torch.zeros(128, 128, dtype=torch.bfloat16), ref.quantize_blocks(torch.zeros(128, 128)))  # no FP32, and the first
+    left_out = kernels.quantize_masters([other, *pairs])
+    assert [w.shape for w, _ in left_out] == [(128, 128), (130, 210)]
     for w, out in pairs:
         if w.shape != (130, 210):
             want = ref.quantize_blocks(w.bfloat16())

@@ -27,14 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # benchmarks; shared_weights_worker, also in the engines' processes
 
 from benchmarks.engines import Engine, Settings  # noqa: E402
-from benchmarks.rollout import SHAPES, Trainer, digests, prompts  # noqa: E402
+from benchmarks.rollout import Trainer, digests, prompts  # noqa: E402
+from benchmarks.shapes import QWEN3_8B  # noqa: E402
 from verl.jetrl.arena import ENGINE, TRAINER, Arena, ArenaError, Control, layout_of  # noqa: E402
 from verl.jetrl.environment import RUN_ID, machine_environment, run_tmp  # noqa: E402
 from verl.jetrl.weights import compare  # noqa: E402
 
 LAYERS = 2
 VOCABULARY = 8192
-SMALL = SHAPES | dict(
+SMALL = QWEN3_8B | dict(
     hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
     vocab_size=VOCABULARY, max_position_embeddings=1024,
 )  # fmt: skip

@@ -769,14 +769,14 @@ def quantize_masters(weights: Sequence[tuple[Tensor, Quantized]]) -> list[tuple[
     Returns those that it leaves out: of another type, or with rows or addresses that are not aligned to 16 elements.
     """
     shapes: dict[tuple[int, int], list[list[int]]] = {}
-    left_out = []
-    bases = [weights[0][0], _bytes(weights[0][1].q), weights[0][1].s] if weights else []
+    left_out, bases = [], []
     for w_NK, out in weights:
-        away = [a.data_ptr() - b.data_ptr() for a, b in zip((w_NK, *out), bases, strict=True)]
-        addresses = (away[0] % 64, away[1] % 16, w_NK.data_ptr() % 64, out.q.data_ptr() % 16)
-        if w_NK.dtype != torch.float32 or not w_NK.is_contiguous() or w_NK.shape[1] % 16 or any(addresses):
+        aligned = w_NK.shape[1] % 16 == 0 and w_NK.data_ptr() % 64 == 0 and out.q.data_ptr() % 16 == 0
+        if w_NK.dtype != torch.float32 or not w_NK.is_contiguous() or not aligned:
             left_out.append((w_NK, out))
         elif w_NK.numel():
+            bases = bases or [w_NK, _bytes(out.q), out.s]
+            away = [a.data_ptr() - b.data_ptr() for a, b in zip((w_NK, *out), bases, strict=True)]
             shapes.setdefault(tuple(w_NK.shape), []).append([away[0] // 64, away[1] // 16, away[2] // 4])
     if shapes:
         places = torch.tensor([place for of_shape in shapes.values() for place in of_shape])
