@@ -237,7 +237,7 @@ def test_an_update_arrives_and_the_next_one_too(sides):
             assert sides.control.served == 1 and sides.control.version == 2
     assert not any(same_bytes(tensor, whole[1][name]) for name, tensor in whole[3].items() if tensor.dtype == FP8)
     for name, (q, s) in {
-        entry.name: next(sides.trainer.masters.quantized(entry))
+        entry.name: sides.trainer.masters.quantized(entry)
         for entry in sides.own.layout.entries
         if entry.name.endswith("down_proj.weight")
     }.items():

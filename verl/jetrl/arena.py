@@ -198,6 +198,11 @@ def _packed(entries: Iterable[Entry], slots: int = 0) -> Layout:
     return Layout(tuple(placed), slots)
 
 
+def scale_of(entry: Entry) -> str:
+    """Name of the entry with the scales of an FP8 weight."""
+    return f"{entry.name.rpartition('.')[0]}.{SCALE}"
+
+
 def layer_of(name: str) -> int:
     """The decoder layer that an entry called ``model.layers.3...`` belongs to."""
     return int(name.split(".")[2])

@@ -22,7 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl.jetrl import checkpoints
-from verl.jetrl.arena import SCALE, SLOTS, Arena, layout_of, rows_of
+from verl.jetrl.arena import SLOTS, Arena, layout_of, rows_of, scale_of
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.trainer import attention, flash
@@ -194,11 +194,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
             yield from ((name, weight.to(torch.bfloat16)) for name, weight in params)
             return
         for entry in self.masters.arena.layout.weights:
-            parts = list(self.masters.quantized(entry))
-            whole = torch.cat([values.view(torch.uint8) for values, _ in parts]) if len(parts) > 1 else parts[0][0]
-            yield entry.name, whole.view(entry.dtype)
-            if parts[0][1] is not None:
-                yield f"{entry.name.rpartition('.')[0]}.{SCALE}", torch.cat([s for _, s in parts])
+            values, scales = self.masters.quantized(entry)
+            yield entry.name, values
+            if scales is not None:
+                yield scale_of(entry), scales
 
     def weight_digests(self) -> dict[str, str]:
         """Hash of every tensor as the rollout must hold it, under the rollout's names."""

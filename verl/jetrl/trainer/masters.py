@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from verl.jetrl.arena import ROPE, SCALE, TRAINER, Arena, Entry
+from verl.jetrl.arena import ROPE, TRAINER, Arena, Entry, scale_of
 from verl.jetrl.fp8 import ops
-from verl.jetrl.fp8.format import BLOCK, FP8, Quantized
+from verl.jetrl.fp8.format import BLOCK, FP8, Quantized, groups
 from verl.jetrl.model.autograd import GradientSink
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
@@ -92,14 +92,19 @@ class Masters:
     # --- weights --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def quantized(self, entry: Entry) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The tensors of an arena entry from the masters: per part (FP8 bytes, scales), or (BF16, None)."""
-        for name, _ in entry.parts:
-            if self.mesh.size() == 1:  # FP32 is rounded to BF16 while it is quantized
-                full_NK = self._rows(name)
-            else:
-                full_NK = self._here(name).to(torch.bfloat16).full_tensor()
-            yield ops.quantize_blocks(full_NK) if entry.dtype == FP8 else (full_NK.to(torch.bfloat16), None)
+    def quantized(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
+        """What an arena entry must hold, from the masters: (FP8 bytes, scales), or (BF16, None)."""
+        rows = [n for _, n in entry.parts]
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=self.arena.data.device)
+        masters = [self._rows(name) if self.mesh.size() == 1 else self._gathered(name) for name, _ in entry.parts]
+        if entry.dtype != FP8:
+            for part, master in zip(whole.split(rows), masters, strict=True):
+                part.copy_(master)
+            return whole, None
+        scales = torch.empty(self.arena.layout[scale_of(entry)].shape, dtype=torch.float32, device=whole.device)
+        parts = zip(whole.split(rows), scales.split([groups(n) for n in rows]), strict=True)
+        ops.quantize_masters([(master, Quantized(*part)) for master, part in zip(masters, parts, strict=True)])
+        return whole, scales
 
     @torch.no_grad()
     def write(self) -> None:
@@ -142,7 +147,7 @@ class Masters:
             arena = self.window.home if home else self.arena
             targets = [[whole] for _, whole in arena.parts(entry.name)]
             if fp8:
-                scales = arena.parts(f"{entry.name.rpartition('.')[0]}.{SCALE}")
+                scales = arena.parts(scale_of(entry))
                 targets = [[*whole, scale] for whole, (_, scale) in zip(targets, scales, strict=True)]
             for (name, _), whole in zip(entry.parts, targets, strict=True):
                 if home or ranks == 1:
@@ -158,7 +163,7 @@ class Masters:
         together = []
         for rounding in roundings:
             if rounding.all_rows:
-                rows = self._here(rounding.name).to(torch.bfloat16).full_tensor()
+                rows = self._gathered(rounding.name)
             else:
                 rows = self._rows(rounding.name)
             if len(rounding.into) == 1:
@@ -173,9 +178,9 @@ class Masters:
         """This rank's rows of a master on the arena's device, wherever offloading left them."""
         return self.parameters[name].to_local().to(self.arena.data.device)
 
-    def _here(self, name: str) -> DTensor:
-        """A master on the arena's device."""
-        return self.parameters[name].detach().to(self.arena.data.device)
+    def _gathered(self, name: str) -> Tensor:
+        """All ranks' rows of a master, in BF16."""
+        return self.parameters[name].detach().to(self.arena.data.device).to(torch.bfloat16).full_tensor()
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
