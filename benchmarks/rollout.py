@@ -41,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
-from benchmarks.shapes import QWEN3_8B, save_config
+from benchmarks.shapes import QWEN3_8B, linears, save_config
 from benchmarks.tables import fill, markdown
 from benchmarks.traces import PREFILL, STEPS, kernel_times
 from verl.jetrl.environment import KERNEL_CACHE
@@ -354,10 +354,8 @@ def compile_kernels(settings: Settings) -> None:
     """Compiles DeepGEMM's kernels for all engines, so that none does while it is measured."""
     from verl.jetrl.fp8 import precompile
 
-    H, I, D = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"], QWEN3_8B["head_dim"]
-    q, kv = QWEN3_8B["num_attention_heads"] * D, QWEN3_8B["num_key_value_heads"] * D
-    linears = [(q + 2 * kv, H), (H, q), (2 * I, H), (H, I)]
-    jobs = precompile.jobs_of(linears, (QWEN3_8B["vocab_size"], H), settings.max_num_batched_tokens, settings.max_num_seqs)
+    head = QWEN3_8B["vocab_size"], QWEN3_8B["hidden_size"]
+    jobs = precompile.jobs_of(linears(QWEN3_8B), head, settings.max_num_batched_tokens, settings.max_num_seqs)
     begun = time.perf_counter()
     precompile.precompile(jobs, torch.device("cuda", 0))
     print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)

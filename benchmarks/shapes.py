@@ -36,3 +36,10 @@ def save_config(folder: Path, shapes: Mapping[str, Any], family: str = "qwen3") 
     config.architectures, config.dtype, config.eos_token_id, config.bos_token_id = [_CLASSES[family]], "bfloat16", None, None
     config.save_pretrained(folder)
     return config
+
+
+def linears(shapes: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(N, K) of a layer's four fused linears."""
+    H, I, D = shapes["hidden_size"], shapes["intermediate_size"], shapes["head_dim"]
+    q, kv = shapes["num_attention_heads"] * D, shapes["num_key_value_heads"] * D
+    return [(q + 2 * kv, H), (H, q), (2 * I, H), (H, I)]

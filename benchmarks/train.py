@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.shapes import QWEN3_4B, QWEN3_8B, save_config
+from benchmarks.shapes import QWEN3_4B, QWEN3_8B, linears, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
@@ -484,13 +484,6 @@ def ceilings(options: Options) -> dict[str, float]:
             us = clock.graph(f"{name} {N}x{K}", run, calls=4)
             rates[name] = max(rates[name], 2 * M * N * K / us / 1e6)
     return rates
-
-
-def linears(shapes: dict[str, Any]) -> list[tuple[int, int]]:
-    """(N, K) of a layer's four fused linears."""
-    H, I, D = shapes["hidden_size"], shapes["intermediate_size"], shapes["head_dim"]
-    q, kv = shapes["num_attention_heads"] * D, shapes["num_key_value_heads"] * D
-    return [(q + 2 * kv, H), (H, q), (2 * I, H), (H, I)]
 
 
 def flop_per_token(shapes: dict[str, Any], length: int) -> tuple[float, float]:

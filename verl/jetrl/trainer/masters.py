@@ -120,12 +120,12 @@ class Masters:
             return
         if self.window is not None:
             self.window.forget()
-        on_way = []
+        on_way, group = [], self.mesh.get_group(self._shards)
         for first in range(0, len(self._roundings), TOGETHER):
             some = self._roundings[first : first + TOGETHER]
             self._round(some)
             gathered = [pair for rounding in some for pair in rounding.gathered]
-            on_way += all_gather(gathered, self.mesh.get_group(self._shards))
+            on_way += all_gather(gathered, group)
         for work in on_way:
             work.wait()
         self.arena.cut_scales()
@@ -139,7 +139,7 @@ class Masters:
             control.wrote()
 
     def _plan(self) -> Iterator[_Rounding]:
-        """Where each parameter goes; made once, since names and views of an 8B model take the host longer than the GPU."""
+        """Where each parameter goes: names and views, made once and not in every update."""
         ranks, rank = self.mesh.size(self._shards), self.mesh.get_local_rank(self._shards)
         for entry in self.arena.layout.weights:
             fp8 = entry.dtype == FP8
@@ -162,10 +162,7 @@ class Masters:
         """One read of the masters and one write of the arena."""
         together = []
         for rounding in roundings:
-            if rounding.all_rows:
-                rows = self._gathered(rounding.name)
-            else:
-                rows = self._rows(rounding.name)
+            rows = self._gathered(rounding.name) if rounding.all_rows else self._rows(rounding.name)
             if len(rounding.into) == 1:
                 rounding.into[0].copy_(rows)
             elif rounding.all_rows or self.parameters[rounding.name].device != rows.device:
