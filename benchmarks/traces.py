@@ -91,6 +91,7 @@ def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, 
     ms = 1e-3 / steps
     return {
         "steps": steps,
+        "busy_ms_per_step": busy * ms,
         "ms_per_step": {kind: us * ms for kind, us in by_kind.most_common()},
         "largest": {kind: {name[:160]: us * ms for name, us in of_kind.most_common(NAMED)} for kind, of_kind in names.items()},
     }

@@ -720,10 +720,19 @@ def report(result: dict) -> str:
 
 
 def profiles(part: str, arms: dict[str, dict]) -> str:
-    """Kernel times of one step by kind, arms side by side; streams overlap.  "" where no arm has them."""
-    from benchmarks.tables import markdown
+    """Kernel times of one step by kind, arms side by side; streams overlap.  "" where no arm has them.
 
-    times = {name: arm["profile"]["ms_per_step"] for name, arm in arms.items() if "profile" in arm}
+    The profiler slows the host, so what is left without a kernel is counted of the steps that ran without it.
+    """
+    from benchmarks.tables import markdown
+    from benchmarks.traces import IDLE
+
+    times = {}
+    for name, arm in arms.items():
+        if "profile" in arm:
+            times[name] = dict(arm["profile"]["ms_per_step"])
+            if "busy_ms_per_step" in arm["profile"]:  # files of before have the profiled step's
+                times[name][IDLE] = 1e3 * median(arm, next(iter(arm["steps"]))) - arm["profile"]["busy_ms_per_step"]
     if not times:
         return ""
     kinds = list(dict.fromkeys(kind for of in times.values() for kind in of))

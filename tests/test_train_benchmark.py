@@ -96,6 +96,9 @@ def test_kernel_times_stand_side_by_side():
     assert rows[2:] == ["| kernels | fp8 | bf16_fused |", "|---|---|---|", "| FP8 GEMM | 2 | - |", "| no kernel | 1 | - |",
                         "| BF16 GEMM | - | 4 |"]  # fmt: skip
     assert train.profiles("4b", {"fp8": {}}) == ""
+    profiled = {"ms_per_step": {"BF16 GEMM": 6.0, "no kernel": 9.0}, "busy_ms_per_step": 5.0}  # two streams, and a slow host
+    arms = {"fp8": {"profile": profiled, "steps": {"4096": [{"step": 0.007}, {"step": 0.008}, {"step": 0.020}]}}}
+    assert train.profiles("4b", arms).splitlines()[-1] == "| no kernel | 3 |"
 
 
 def test_peaks_of_whole_runs(tmp_path):
