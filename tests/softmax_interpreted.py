@@ -3,14 +3,14 @@
 import torch
 
 from verl.jetrl.trainer import softmax as module
-from verl.jetrl.vocabulary import mask_padding
+from verl.jetrl.vocabulary import mask_padding_
 
 M = 5
 
 
 def entropies(V: int, block: int) -> None:
-    logits, out = mask_padding(3 * torch.randn(M, V), V - 3), torch.empty(M)
-    logits[1] = mask_padding(torch.zeros(V), V - 3)  # uniform
+    logits, out = mask_padding_(3 * torch.randn(M, V), V - 3), torch.empty(M)
+    logits[1] = mask_padding_(torch.zeros(V), V - 3)  # uniform
     logits[2, 7] = 200.0  # certain
     module._entropy_kernel[(M,)](logits, out, V, BLOCK=block)
     assert torch.allclose(out, module.entropy(logits), rtol=1e-5, atol=1e-5), (V, block, out, module.entropy(logits))

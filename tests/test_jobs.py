@@ -154,7 +154,7 @@ def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:
 
 def test_patches_were_active_in_ray_and_vllm_workers(arms: dict[str, Path]) -> None:
     log = (arms["jetrl"] / "log.txt").read_text(errors="replace")
-    assert "patches in the trainer's worker: verl_fp32_log_probs active" in log
+    assert "patches in the trainer's worker: verl_fp32_log_probs active, verl_select_rows active" in log
     assert "patches in the rollout's worker: vllm_cpu_keep_weights active" in log
 
 

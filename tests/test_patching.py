@@ -287,6 +287,63 @@ def test_verls_log_probs_go_through_the_patch():
     torch.testing.assert_close(verl_F.logprobs_from_logits(logits, labels), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [[2, 0], torch.tensor([3, 3, 1]), [0, 1, 2, 3], [1], []])
+def test_selected_rows_are_upstreams(rows):
+    """Jagged tensors of one and of two dimensions, with the lengths that padding reads; others, and what is no tensor."""
+    from tensordict import NonTensorStack, TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    def jagged(*lengths: int, width: tuple[int, ...] = ()) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        rows = [torch.randn(n, *width, generator=generator) for n in lengths]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    tensors = {
+        "a": jagged(3, 5, 1, 4),
+        "b": jagged(2, 2, 2, 2),
+        "wide": jagged(3, 5, 1, 4, width=(6,)),
+        "dense": torch.randn(4, 2),
+    }
+    batch = TensorDict(tensors | {"names": NonTensorStack("p", "q", "r", "s")}, batch_size=4)
+    tu.assign_non_tensor(batch, temperature=0.7)
+    upstream = tu.index_select_tensor_dict._jetrl_original
+    if not len(rows):  # upstream's error
+        for select in (upstream, tu.index_select_tensor_dict):
+            with pytest.raises(AssertionError, match="at least one"):
+                select(batch, rows)
+        return
+    wanted, got = upstream(batch, rows), tu.index_select_tensor_dict(batch, rows)
+    assert set(got.keys()) == set(wanted.keys()) and got.batch_size == wanted.batch_size == (len(rows),)
+    for name in ("a", "b", "wide"):
+        mine, theirs = got[name], wanted[name]
+        assert torch.equal(mine.values(), theirs.values()) and torch.equal(mine.offsets(), theirs.offsets()), name
+        assert mine.offsets().dtype == theirs.offsets().dtype and mine.dtype == theirs.dtype
+        if name != "wide":
+            assert (mine._min_seqlen, mine._max_seqlen) == (theirs._min_seqlen, theirs._max_seqlen), name
+            assert torch.equal(mine.to_padded_tensor(0.0), theirs.to_padded_tensor(0.0))
+    assert torch.equal(got["dense"], wanted["dense"]) and got["names"] == wanted["names"]
+    assert got["temperature"] == wanted["temperature"] == 0.7
+    assert tu.index_select_tensor_dict(None, rows) is None
+
+
+def test_a_micro_batch_takes_its_rows_alone(monkeypatch):
+    """The whole batch is not taken apart for each micro-batch."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    ids = torch.nested.as_nested_tensor([torch.arange(n) for n in (3, 5, 4, 2)], layout=torch.jagged)
+    unbind = torch.Tensor.unbind
+    refuse = lambda t, *dim: pytest.fail("a batch was taken apart") if t.is_nested else unbind(t, *dim)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "unbind", refuse)
+    micro_batches, rows = rearrange_micro_batches(TensorDict({"input_ids": ids}, batch_size=4), max_token_len=7)
+    assert sorted(sum(rows, [])) == [0, 1, 2, 3] and len(micro_batches) == 2
+    for of, micro_batch in zip(rows, micro_batches, strict=True):
+        lengths = [(3, 5, 4, 2)[row] for row in of]
+        assert micro_batch["input_ids"].values().tolist() == [i for n in lengths for i in range(n)]
+    assert tu.index_select_tensor_dict._jetrl_patch == "verl_select_rows"
+
+
 def test_vllm_linears_on_the_cpu_keep_their_weight():
     """An update written into the weight changes the output; the unpatched CPU build drops the weight."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod

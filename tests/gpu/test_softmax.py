@@ -5,7 +5,7 @@ import torch
 from fp8_cases import VOCABULARIES, relative
 
 from verl.jetrl.trainer.softmax import entropy, log_prob_gradient_
-from verl.jetrl.vocabulary import mask_padding
+from verl.jetrl.vocabulary import mask_padding_
 
 M = 130
 SIZES = sorted({V for V, _ in VOCABULARIES} | {49152, 512, 77})
@@ -13,7 +13,7 @@ SIZES = sorted({V for V, _ in VOCABULARIES} | {49152, 512, 77})
 
 @pytest.mark.parametrize("V", SIZES)
 def test_entropy(V):
-    logits = mask_padding(3 * torch.randn(M, V, device="cuda"), V - 7)
+    logits = mask_padding_(3 * torch.randn(M, V, device="cuda"), V - 7)
     got = entropy(logits)
     p = logits.double().softmax(-1)
     want = -(p * p.clamp_min(1e-300).log()).sum(-1)
@@ -27,7 +27,7 @@ def test_log_prob_gradient(V):
     ids = torch.randint(0, V - 7, (M,), device="cuda")
     temperature, d_log_prob = torch.linspace(0.5, 1.5, M, device="cuda"), torch.randn(M, device="cuda")
     leaf = logits.double().requires_grad_()
-    log_p = (mask_padding(leaf, V - 7) / temperature.double()[:, None]).log_softmax(-1)
+    log_p = (mask_padding_(leaf.clone(), V - 7) / temperature.double()[:, None]).log_softmax(-1)
     (log_p.gather(-1, ids[:, None])[:, 0] * d_log_prob).sum().backward()
     got = log_prob_gradient_(logits.clone(), ids, temperature, d_log_prob, V - 7)
     assert got.dtype == torch.bfloat16 and relative(got, leaf.grad) < 3e-3  # BF16's rounding

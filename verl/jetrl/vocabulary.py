@@ -9,12 +9,10 @@ from torch import Tensor
 MASKED = -1e30
 
 
-def mask_padding(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits (..., V) with :data:`MASKED` at ids >= ``vocabulary``: what the rollout samples from, before temperature."""
-    if logits.shape[-1] <= vocabulary:
-        return logits
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= vocabulary
-    return logits.masked_fill(padding, MASKED)
+def mask_padding_(logits: Tensor, vocabulary: int) -> Tensor:
+    """Sets logits (..., V) of ids >= ``vocabulary`` to :data:`MASKED`: what the rollout samples from, before temperature."""
+    logits[..., vocabulary:] = MASKED
+    return logits
 
 
 def padding_mass(padding_TP: Tensor, chosen_T: Tensor, log_probs_T: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ from verl.jetrl.fp8 import ops
 from verl.jetrl.model.autograd import add_head_gradient, sink
 from verl.jetrl.model.decoder import Weight
 from verl.jetrl.trainer.softmax import entropy, log_prob_gradient_
-from verl.jetrl.vocabulary import mask_padding
+from verl.jetrl.vocabulary import mask_padding_
 
-# Logits at a time: 1 GiB in FP32.  In the backward each chunk reads and writes the head's whole FP32 gradient.
+# Logits at a time: 1 GiB in FP32.  In the backward, where BF16 ones do, twice as many: each chunk reads and writes the head's
+# whole FP32 gradient.
 CHUNK_VALUES = 2**28
 MULTIPLE = 128  # tokens at a time are a multiple of this
 
@@ -29,7 +30,7 @@ def chunk_tokens(vocabulary: int) -> int:
 
 def scaled_logits(x_MH: Tensor, head_VH: Tensor, temperature_M: Tensor, tokens: int) -> Tensor:
     """FP32 logits (M, V) as the rollout samples from them: ids from ``tokens`` on masked, divided by the temperature."""
-    logits_MV = mask_padding(ops.bf16_gemm_nt(x_MH, head_VH), tokens).float()
+    logits_MV = mask_padding_(ops.bf16_gemm_nt(x_MH, head_VH), tokens).float()
     if logits_MV.is_cuda:
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 
@@ -59,14 +60,14 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx, d_log_prob_M, d_entropy_M):
         x_MH, ids_M, temperature_M = ctx.saved_tensors
         dx_MH = torch.empty_like(x_MH)
-        step = chunk_tokens(ctx.head.weight.shape[0])
+        step = chunk_tokens(ctx.head.weight.shape[0]) * (1 if ctx.with_entropy else 2)
         with sink(ctx.head.main_grad, "head") as main_grad_VH:  # once: the ranks may have other numbers of chunks
             for start in range(0, len(x_MH), step):
                 rows = slice(start, start + step)
                 temperature = temperature_M[rows].float()
                 d_MV = ops.bf16_gemm_nt(x_MH[rows], ctx.head.weight)
                 if ctx.with_entropy:
-                    d_entropy_MV = _entropy_gradient(mask_padding(d_MV, ctx.tokens), temperature, d_entropy_M[rows])
+                    d_entropy_MV = _entropy_gradient(mask_padding_(d_MV, ctx.tokens), temperature, d_entropy_M[rows])
                 log_prob_gradient_(d_MV, ids_M[rows], temperature, d_log_prob_M[rows], ctx.tokens)
                 if ctx.with_entropy:
                     d_MV += d_entropy_MV

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.jetrl.vocabulary import MASKED, mask_padding
+from verl.jetrl.vocabulary import MASKED, mask_padding_
 
 BLOCK, WARPS = 8192, 16  # ids at a time; speed only, but for the order of a row's sums
 _MASKED = tl.constexpr(MASKED)
@@ -82,6 +82,6 @@ def log_prob_gradient_(logits_MV: Tensor, ids_M: Tensor, temperature_M: Tensor, 
                 logits_MV, ids_M, temperature_M, scale_M, V, min(tokens, V), BLOCK=BLOCK, num_warps=WARPS
             )  # fmt: skip
         return logits_MV
-    p_MV = (mask_padding(logits_MV, tokens).float() / temperature_M[:, None]).softmax(-1)
+    p_MV = (mask_padding_(logits_MV, tokens).float() / temperature_M[:, None]).softmax(-1)
     p_MV.scatter_add_(-1, ids_M[:, None], p_MV.new_full((), -1.0).expand(M, 1))
     return logits_MV.copy_(p_MV.mul_(scale_M[:, None]))
