@@ -64,6 +64,8 @@ def kept(record: dict[str, Any]) -> dict[str, Any]:
 
 def collect(runs: Path) -> dict[str, Any]:
     """What is kept of the arms in ``runs``.  Exits where one has not finished."""
+    if not (runs / "summary.json").is_file():
+        sys.exit(f"{runs} holds no finished runs (no summary.json): run the recipe first")
     summary = json.loads((runs / "summary.json").read_text())
     unfinished = [arm for arm, values in summary["arms"].items() if values["state"] != "finished"]
     if unfinished:
@@ -87,9 +89,13 @@ def main() -> None:
     if shown is None:
         parser.error(f"no page shows {args.runs.resolve().name}; there are {', '.join(PAGES)}")
     result = collect(args.runs)
+    for arm, values in result["arms"].items():
+        if missing := [name for _, name, _ in COLUMNS if name not in values["metrics"]]:
+            sys.exit(f"{args.runs / arm} recorded no step with {', '.join(missing)}: run the recipe again, with --fresh")
+    text = table(result)
     (RESULTS / f"{shown.table}.json").write_text(json.dumps(result, indent=1) + "\n")
-    fill(ROOT / shown.page, {shown.table: table(result)})
-    print(table(result))
+    fill(ROOT / shown.page, {shown.table: text})
+    print(text)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import psutil
 from verl.jetrl import device_memory, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import write_atomically
+from verl.jetrl.compose import arms
 from verl.jetrl.report.load import read_segment, read_status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,6 +285,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the run here (default: a folder that goes when it has finished)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: trainer.save_freq=5")
     args = parser.parse_intermixed_args()
+    # Before the run, which takes long: what would lose its result.
+    if args.steps < 2 or args.every <= 0:
+        parser.error("--steps must be 2 or more, --every above 0")
+    known = arms(ROOT / RECIPE)
+    if args.arm not in known:
+        parser.error(f"no arm {args.arm}; there are {', '.join(known)}")
+    folder = next(parent for parent in args.out.resolve().parents if parent.exists())
+    if args.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        parser.error(f"--out {args.out} cannot be written")
     runs = args.runs.resolve() if args.runs else Path(tempfile.mkdtemp(prefix="soak-"))
     result = soak(args.arm, args.steps, args.every, runs, args.overrides)
     if not args.runs:

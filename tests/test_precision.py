@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from verl.jetrl import patching, preflight
+from verl.jetrl import patching, preflight, run
 from verl.jetrl.compose import RecipeError, arms, compose, resolved_yaml
 from verl.jetrl.precision import LINEAR_MODULES, JetRLEngineConfig, PrecisionFlow
 
@@ -64,6 +64,7 @@ def setting(checkpoint: Path, tmp_path: Path):
         paths = {
             "actor_rollout_ref.model.path": str(model),
             "jetrl.data_dir": str(tmp_path / "runs" / "data"),
+            "jetrl.run_dir": str(tmp_path / "runs" / arm),
             "trainer.default_local_dir": str(tmp_path / "runs" / arm / "checkpoints"),
         }
         changes = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in overrides)}
@@ -215,8 +216,8 @@ BAD = [
     ("bf16", ["actor_rollout_ref.rollout.enable_chunked_prefill=true"], "enable_chunked_prefill=true does not work"),
     ("bf16", ["trainer.max_actor_ckpt_to_keep=1"], "trainer.max_actor_ckpt_to_keep=1"),
     # values of the wrong type
-    ("bf16", ["data.train_batch_size=many"], "data: cannot be checked"),
-    ("bf16", ["actor_rollout_ref.actor.ppo_mini_batch_size=0"], "data: cannot be checked"),
+    ("bf16", ["data.train_batch_size=many"], "data.train_batch_size=many: it must be a whole number, 1 or more"),
+    ("bf16", ["data.max_prompt_length=null"], "data.max_prompt_length=null: it must be a whole number"),
     ("bf16", ["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path: cannot be checked"),
     ("jetrl", ["trainer.save_freq=often"], "trainer.default_local_dir: cannot be checked"),
 ]
@@ -227,6 +228,52 @@ BAD = [
 def test_a_bad_setting_is_named(setting, arm, overrides, message):
     found = preflight.problems(setting(arm, *overrides))
     assert any(message in problem for problem in found), found
+
+
+A = "actor_rollout_ref"
+NO_RUN = [  # values with which a run hangs, learns nothing, or dies late
+    (f"{A}.rollout.n=0", "whole number"),
+    (f"{A}.rollout.n=2.5", "whole number"),
+    (f"{A}.rollout.temperature=0", "above 0"),
+    (f"{A}.rollout.temperature=-1", "above 0"),
+    (f"{A}.rollout.top_p=2", "at most 1"),
+    (f"{A}.rollout.gpu_memory_utilization=2", "at most 1"),
+    (f"{A}.rollout.agent.num_workers=0", "whole number"),
+    (f"{A}.rollout.log_prob_max_token_len_per_gpu=10", "= 112 tokens"),
+    (f"{A}.actor.ppo_mini_batch_size=-8", "whole number"),
+    (f"{A}.actor.ppo_max_token_len_per_gpu=20", "= 112 tokens"),
+    (f"{A}.actor.optim.lr=-1", "0 or more"),
+    (f"{A}.actor.optim.lr=.nan", "0 or more"),
+    ("trainer.total_training_steps=0", "whole number"),
+    ("trainer.total_training_steps=null", "whole number"),
+    ("trainer.total_epochs=0", "whole number"),
+    ("trainer.n_gpus_per_node=0", "whole number"),
+    ("trainer.logger=[console]", "add file"),
+    ("jetrl.verify_weights_every=-1", "0 or more"),
+    ("trainer.default_local_dir=/elsewhere", "--runs"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), NO_RUN, ids=[override for override, _ in NO_RUN])
+def test_a_value_that_no_run_can_have_is_refused(setting, override, message):
+    assert preflight.problems(setting("jetrl")) == []
+    found, *same = preflight.problems(setting("jetrl", override))
+    assert found.startswith(override.partition("=")[0] + "=") and message in found
+    assert all(message in problem for problem in same)  # of a setting that is this one unless it is given
+
+
+def test_a_value_of_another_type_is_refused():
+    """verl takes any text for true."""
+    recipe, flow = ROOT / "recipes/tiny", preflight.FLOW
+    wrong = [f"{flow}.exact=maybe", "trainer.balance_batch='false'", "trainer.save_freq=often", f"{A}.rollout.temperature=true"]
+    right = [f"{flow}.exact=true", f"{A}.actor.optim.lr=1e-5", f"{A}.rollout.seed=3", f"{A}.actor.entropy_coeff=0.01"]
+    default = compose(recipe, "jetrl", Path("/runs/jetrl"))
+    found = preflight.wrong_types(compose(recipe, "jetrl", Path("/runs/jetrl"), [*wrong, *right[1:]]), default)
+    shown = ("exact=maybe: set it to true", "balance_batch=false: set it to true", "save_freq=often: it must be a number")
+    for message in (*shown, "temperature=true: it must be a number, like 1.0"):
+        assert any(message in problem for problem in found), (message, found)
+    assert all(any(w.partition("=")[0].split(".")[-1] in problem for w in wrong) for problem in found), found
+    assert preflight.wrong_types(compose(recipe, "jetrl", Path("/runs/jetrl"), right), default) == []
 
 
 @pytest.mark.parametrize("place", ("precision_flow", "actor_rollout_ref.actor.precision_flow"))
@@ -321,7 +368,7 @@ def test_full_disk(setting, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=4 * 2**30))
     (problem,) = preflight.problems(config)
-    assert "checkpoints need 5.0 GB" in problem and "4.0 GB are free" in problem and "trainer.default_local_dir" in problem
+    assert "checkpoints need 5.0 GB" in problem and "4.0 GB are free" in problem and "--runs" in problem
     assert preflight.problems(setting("bf16", "jetrl.checkpoint_disk_gb=5", "trainer.save_freq=-1")) == []
     # Estimated from the model: 3 checkpoints of 12 bytes a parameter.
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=0))
@@ -333,7 +380,8 @@ def test_a_run_folder_that_cannot_be_written(setting, monkeypatch, tmp_path):
     assert any("is not a folder that can be written to" in p for p in preflight.problems(setting("bf16")))
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    found = preflight.problems(setting("bf16", f"trainer.default_local_dir={tmp_path}/file/checkpoints"))
+    places = (f"jetrl.run_dir={tmp_path}/file", f"trainer.default_local_dir={tmp_path}/file/checkpoints")
+    found = preflight.problems(setting("bf16", *places))
     assert any("trainer.default_local_dir" in problem and "written" in problem for problem in found), found
 
 
@@ -374,6 +422,29 @@ def test_recipes_and_runs_in_folders_of_any_name(root, tmp_path, name):
 def test_an_override_that_does_not_fit_is_one_error(root, tmp_path, override):
     with pytest.raises(RecipeError, match="recipe 'tiny', arm 'bf16'"):
         compose(root / "recipes/tiny", "bf16", tmp_path / "bf16", [override])
+
+
+def test_an_override_below_a_setting_that_follows_another(root, tmp_path):
+    place = f"{A}.ref.fsdp_config.precision_flow"
+    with pytest.raises(RecipeError, match=rf"{place} follows \$\{{.*actor.*\}}: set that, or .*'{place}={{linear: ...}}'"):
+        compose(root / "recipes/tiny", "jetrl", tmp_path, [f"{place}.linear=bf16"])
+    whole = compose(root / "recipes/tiny", "jetrl", tmp_path, [f"{place}={{linear: bf16}}"])
+    assert OmegaConf.select(whole, f"{place}.linear") == "bf16"
+
+
+@pytest.mark.parametrize(("given", "said"), [(["--arms", ""], "no arm ''"), (["--print-config", ""], "no arm ''")])
+def test_an_empty_argument_starts_nothing(root, tmp_path, monkeypatch, given, said, capsys):
+    """As a shell gives one for a variable that is not set."""
+    monkeypatch.setattr(run, "check", lambda *_: pytest.fail("a run would start"))
+    assert run.main([str(root / "recipes/tiny"), "--runs", str(tmp_path), *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_wrong_types_are_refused_before_the_run(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "check", lambda *_: pytest.fail("a run would start"))
+    command = [str(root / "recipes/tiny"), "--runs", str(tmp_path), "--arms", "bf16, jetrl", "trainer.balance_batch=maybe"]
+    assert run.main(command) == 2
+    assert capsys.readouterr().err.count("trainer.balance_batch=maybe: set it to true or false") == 1
 
 
 def test_unknown_recipes_and_arms(root, tmp_path):

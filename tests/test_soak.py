@@ -158,3 +158,13 @@ def test_the_committed_figures_are_those_of_the_samples():
     result = json.loads(soak.RESULTS.read_text())
     series = {owner: found for owner, found in result["samples"].items() if owner != "count"}
     assert soak.judge(series, result["left_behind"])[0] == pytest.approx(result["figures"])
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "1"], ["--every", "0"], ["--arm", "nope"], ["--out", "/dev/null/soak.json"]])
+def test_what_would_lose_the_result_is_refused_before_the_run(monkeypatch, tmp_path, arguments, capsys):
+    monkeypatch.setattr(soak, "soak", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(soak.tempfile, "mkdtemp", lambda **_: pytest.fail("a folder was made"))
+    monkeypatch.setattr(soak.sys, "argv", ["soak", "--out", str(tmp_path / "soak.json"), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        soak.main()
+    assert ended.value.code == 2 and arguments[0] in capsys.readouterr().err.replace("no arm", "--arm")

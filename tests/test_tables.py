@@ -51,3 +51,14 @@ def test_figures_of_the_rollout_are_those_of_its_samples():
                 figures |= rollout.figures_of_model(model, part["samples"])[name]
             figures |= rollout.figures_of_parts(files[name])
             assert figures == pytest.approx(files[name]["figures"], nan_ok=True), name
+
+
+def test_runs_without_figures_overwrite_nothing(tmp_path, monkeypatch):
+    """A finished run that recorded no step: the result of before stays."""
+    shown = next(iter(runs.PAGES))
+    arm = {"total_steps": 0, "device": "CPU", "metrics": {}}
+    monkeypatch.setattr(runs, "collect", lambda _: {"arms": {"bf16": arm}, "reward_steps": 1})
+    monkeypatch.setattr(runs, "RESULTS", tmp_path / "results")  # not there: a write would say so
+    monkeypatch.setattr(runs.sys, "argv", ["runs", str(tmp_path / shown)])
+    with pytest.raises(SystemExit, match="no step"):
+        runs.main()

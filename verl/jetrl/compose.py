@@ -82,6 +82,10 @@ def _unknown_setting(recipe: Path, arm: str, run_dir: Path, key: str) -> str:
     known, path = compose(recipe, arm, run_dir), key.split(".")
     parents = [OmegaConf.select(known, ".".join(path[:n]), throw_on_missing=False) if n else known for n in range(len(path))]
     depth = max(n for n, parent in enumerate(parents) if isinstance(parent, DictConfig))
+    for n in range(depth):
+        if OmegaConf.is_interpolation(parents[n], path[n]):
+            place, source = ".".join(path[: n + 1]), OmegaConf.to_container(parents[n], resolve=False)[path[n]]
+            return f"{place} follows {source}: set that, or all of it at once: '{place}={{{path[-1]}: ...}}'"
     close = difflib.get_close_matches(path[depth], list(map(str, parents[depth])), 3)
     meant = " or ".join(".".join([*path[:depth], name, *path[depth + 1 :]]) for name in close)
     hint = f"did you mean {meant}?" if close else f"python -m verl.jetrl.run {recipe} --print-config {arm} lists them"

@@ -59,6 +59,10 @@ def export(checkpoint: Path, out: Path, format: str, max_shard_size: int | str =
     Raises :class:`verl.jetrl.checkpoints.CheckpointError` for a checkpoint that is not whole, not of a full fine-tuning, or
     (``fp8``) not of a model that the fork knows, and for an ``out`` that holds something already.
     """
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise CheckpointError(f"--max-shard-size {max_shard_size}: {error}") from error
     checkpoints.require_whole(checkpoint)
     actor = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

@@ -39,6 +39,12 @@ def problems(config: DictConfig) -> list[str]:
         found += model_problems
     except Exception as error:
         found.append(_cannot_check("actor_rollout_ref.model.path", error))
+    try:
+        values = _values(config)
+    except Exception as error:
+        values = [_cannot_check("values", error)]
+    if values:  # the other checks would stumble over them
+        return found + values
     for what, check in {
         "installed versions": lambda: _software(),
         "trainer": lambda: _hardware(config),
@@ -58,6 +64,80 @@ def problems(config: DictConfig) -> list[str]:
 def _cannot_check(what: str, error: Exception) -> str:
     """A value of the wrong type or a damaged file that stops one check is one more problem, and does not hide the others."""
     return f"{what}: cannot be checked: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def wrong_types(config: DictConfig, default: DictConfig) -> list[str]:
+    """Settings whose values are no longer what they are by default: verl takes any text for true, and reads numbers late."""
+    found, now = [], _leaves(OmegaConf.to_container(config, resolve=True))
+    for name, value in _leaves(OmegaConf.to_container(default, resolve=True)).items():
+        given = now.get(name)
+        if isinstance(value, bool) and not isinstance(given, bool):
+            found.append(f"{name}={_shown(given)}: set it to true or false")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and isinstance(given, bool | str):
+            found.append(f"{name}={_shown(given)}: it must be a number, like {value}")
+    return found
+
+
+def _leaves(node: object, where: str = "") -> dict[str, object]:
+    if not isinstance(node, dict):
+        return {where: node}
+    return {k: v for key, of in node.items() for k, v in _leaves(of, f"{where}.{key}" if where else str(key)).items()}
+
+
+def _shown(value: object) -> str:
+    """A value as one writes it in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_COUNTS = (
+    "trainer.total_training_steps", "trainer.total_epochs", "trainer.nnodes", "trainer.n_gpus_per_node",
+    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length",
+    f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs",
+    f"{_ROLLOUT}.n", f"{_ROLLOUT}.max_num_seqs", f"{_ROLLOUT}.max_num_batched_tokens", f"{_ROLLOUT}.agent.num_workers",
+)  # fmt: skip
+_RANGES = {  # what lies inside, and how to say it
+    f"{_ROLLOUT}.temperature": (lambda x: x > 0, "above 0: at 0 every sample of a prompt is the same, and nothing is learned"),
+    f"{_ROLLOUT}.top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    f"{_ROLLOUT}.gpu_memory_utilization": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    f"{_ACTOR}.optim.lr": (lambda x: 0 <= x < float("inf"), "0 or more"),
+    f"{_ACTOR}.clip_ratio": (lambda x: x >= 0, "0 or more"),
+    f"{_ACTOR}.grad_clip": (lambda x: x > 0, "above 0"),
+    "jetrl.verify_weights_every": (lambda x: x >= 0, "0 or more (0: at the start only)"),
+    "jetrl.verify_log_probs_every": (lambda x: x >= 0, "0 or more"),
+}
+
+
+def _values(config: DictConfig) -> list[str]:
+    """Numbers that no run can have, and those that do not fit each other."""
+    found = []
+    for name in _COUNTS:
+        value = OmegaConf.select(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found.append(f"{name}={_shown(value)}: it must be a whole number, 1 or more")
+    for name, (inside, words) in _RANGES.items():
+        value = OmegaConf.select(config, name)
+        if isinstance(value, int | float) and not inside(value):
+            found.append(f"{name}={value}: it must be {words}")
+    if found:
+        return found
+    sequence = config.data.max_prompt_length + config.data.max_response_length
+    limits = {
+        f"{_ACTOR}.ppo_max_token_len_per_gpu": config.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
+    }
+    for name, dynamic in limits.items():
+        tokens = OmegaConf.select(config, name)
+        if dynamic and (not isinstance(tokens, int) or tokens < sequence):
+            found.append(
+                f"{name}={_shown(tokens)}: a micro-batch must hold the longest sequence, data.max_prompt_length + "
+                f"data.max_response_length = {sequence} tokens"
+            )
+    if "file" not in config.trainer.logger:
+        found.append(
+            f"trainer.logger={list(config.trainer.logger)}: the launcher and the report read the file logger; add file"
+        )
+    return found
 
 
 def _software() -> list[str]:
@@ -399,6 +479,11 @@ def _exact(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
 
 def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     folder = Path(config.trainer.default_local_dir)
+    if folder != (own := Path(config.jetrl.run_dir) / "checkpoints"):
+        return [
+            f"trainer.default_local_dir={folder}: a run resumes, repairs and deletes checkpoints in its own folder, {own}; "
+            "leave it out, and choose another disk with --runs"
+        ]
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return [f"trainer.default_local_dir={folder}: {existing} is not a folder that can be written to"]
@@ -417,8 +502,8 @@ def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         needed = kept * parameter_count(model) * BYTES_PER_PARAMETER / GB
     if free < needed:
         found.append(
-            f"checkpoints need {needed:.1f} GB below {folder}, {free:.1f} GB are free: point trainer.default_local_dir "
-            "elsewhere, lower trainer.max_actor_ckpt_to_keep, or set trainer.save_freq=-1"
+            f"checkpoints need {needed:.1f} GB below {folder}, {free:.1f} GB are free: choose another disk with "
+            "--runs, lower trainer.max_actor_ckpt_to_keep, or set trainer.save_freq=-1"
         )
     return found
 

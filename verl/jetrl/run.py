@@ -62,15 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = args.recipe.resolve()
     runs = args.runs.resolve() / recipe.name
     try:
-        if args.print_config:
+        if args.print_config is not None:
             print(resolved_yaml(compose(recipe, args.print_config, runs / args.print_config, args.overrides)))
             return 0
-        chosen = args.arms.split(",") if args.arms else [a for a in MAIN_ARMS if a in arms(recipe)] or arms(recipe)
+        main_arms = [a for a in MAIN_ARMS if a in arms(recipe)] or arms(recipe)
+        chosen = main_arms if args.arms is None else [arm.strip() for arm in args.arms.split(",")]
         configs = {arm: compose(recipe, arm, runs / arm, args.overrides) for arm in chosen}
+        defaults = {arm: compose(recipe, arm, runs / arm) for arm in chosen if args.overrides}
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = check(recipe, configs)
+    wrong = (problem for arm, default in defaults.items() for problem in preflight.wrong_types(configs[arm], default))
+    found = list(dict.fromkeys(wrong)) or check(recipe, configs)
     if found:
         print(f"recipe {recipe.name} cannot run here:", *(f"  - {p}" for p in found), sep="\n", file=sys.stderr)
         return 2
