@@ -251,6 +251,11 @@ NO_RUN = [  # values with which a run hangs, learns nothing, or dies late
     ("trainer.logger=[console]", "add file"),
     ("jetrl.verify_weights_every=-1", "0 or more"),
     ("trainer.default_local_dir=/elsewhere", "--runs"),
+    ("trainer.resume_mode=foo", "one of auto, disable, resume_path"),
+    ("algorithm.adv_estimator=foo", "one of"),
+    (f"{A}.actor.policy_loss.loss_mode=foo", "vanilla_signed"),
+    (f"{A}.actor.optim.lr_scheduler_type=foo", "one of constant, cosine"),
+    ("reward.custom_reward_function.path=/nowhere.py", "no such file"),
 ]
 
 
@@ -260,6 +265,17 @@ def test_a_value_that_no_run_can_have_is_refused(setting, override, message):
     found, *same = preflight.problems(setting("jetrl", override))
     assert found.startswith(override.partition("=")[0] + "=") and message in found
     assert all(message in problem for problem in same)  # of a setting that is this one unless it is given
+
+
+def test_what_verls_own_classes_refuse_is_said_before_the_start(setting):
+    for override, message in (
+        (f"{A}.actor.loss_agg_mode=foo", "Invalid loss_agg_mode: foo"),
+        (f"{A}.actor.use_dynamic_bsz=false", "ppo_micro_batch_size"),
+    ):
+        found = preflight.problems(setting("jetrl", override))
+        assert any(p.startswith(f"{A}.actor: ") and message in p for p in found), found
+    (found,) = preflight.problems(setting("jetrl", "trainer.resume_mode=resume_path"))
+    assert "trainer.resume_from_path" in found
 
 
 def test_a_value_of_another_type_is_refused():
@@ -430,6 +446,12 @@ def test_an_override_below_a_setting_that_follows_another(root, tmp_path):
         compose(root / "recipes/tiny", "jetrl", tmp_path, [f"{place}.linear=bf16"])
     whole = compose(root / "recipes/tiny", "jetrl", tmp_path, [f"{place}={{linear: bf16}}"])
     assert OmegaConf.select(whole, f"{place}.linear") == "bf16"
+
+
+def test_an_override_that_hydra_stumbles_over(root, tmp_path):
+    for override in ("data=3", "=3"):
+        with pytest.raises(RecipeError, match="recipe 'tiny', arm 'jetrl'"):
+            compose(root / "recipes/tiny", "jetrl", tmp_path, [override])
 
 
 @pytest.mark.parametrize(("given", "said"), [(["--arms", ""], "no arm ''"), (["--print-config", ""], "no arm ''")])

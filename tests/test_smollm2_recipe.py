@@ -361,7 +361,8 @@ def recipe(tmp_path: Path) -> Path:
     """The demo's recipe with scripts that make its data and its model, and note that they were called."""
     folder = tmp_path / "recipe"
     folder.mkdir()
-    (folder / "task.py").write_text((ROOT / "recipes/tiny/task.py").read_text())
+    for name in ("task.py", "reward.py"):
+        (folder / name).write_text((ROOT / "recipes/tiny" / name).read_text())
     (folder / "make.py").write_text(SCRIPT.format(f"shutil.copytree({str(ROOT / 'recipes/tiny/model')!r}, folder)"))
     base = (ROOT / "recipes/tiny/base.yaml").read_text()
     base = base.replace("prepare: task.py", "prepare: task.py\n  prepare_model: make.py\n  model_dir: ${jetrl.recipe_dir}/made")

@@ -70,7 +70,7 @@ def compose(recipe: Path, arm: str, run_dir: Path, overrides: Sequence[str] = ()
                 ],
             )
         OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # Hydra raises some as they come
         unknown = re.search(r"Could not override '([\w.]+)'", str(error))
         said = _unknown_setting(recipe, arm, run_dir, unknown[1]) if unknown and overrides else str(error)
         raise RecipeError(f"recipe {recipe.name!r}, arm {arm!r}: {said}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -48,6 +49,7 @@ def problems(config: DictConfig) -> list[str]:
     for what, check in {
         "installed versions": lambda: _software(),
         "trainer": lambda: _hardware(config),
+        "names": lambda: _choices(config),
         "data": lambda: _data(config),
         "actor_rollout_ref": lambda: _precision(config, model),
         "actor_rollout_ref.rollout": lambda: _seeds(config),
@@ -58,7 +60,7 @@ def problems(config: DictConfig) -> list[str]:
             found += check()
         except Exception as error:
             found.append(_cannot_check(what, error))
-    return found
+    return found or _upstreams(config)
 
 
 def _cannot_check(what: str, error: Exception) -> str:
@@ -137,6 +139,46 @@ def _values(config: DictConfig) -> list[str]:
         found.append(
             f"trainer.logger={list(config.trainer.logger)}: the launcher and the report read the file logger; add file"
         )
+    return found
+
+
+def _choices(config: DictConfig) -> list[str]:
+    """Names that verl looks up late."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    from verl.jetrl.trainer import losses
+
+    assert losses.LOSS_MODE in POLICY_LOSS_REGISTRY
+    known = {
+        "trainer.resume_mode": ("auto", "disable", "resume_path"),
+        "algorithm.adv_estimator": sorted(ADV_ESTIMATOR_REGISTRY),
+        f"{_ACTOR}.policy_loss.loss_mode": sorted(POLICY_LOSS_REGISTRY),
+        f"{_ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+    }
+    found = []
+    for name, values in known.items():
+        value = OmegaConf.select(config, name)
+        if value not in values:
+            found.append(f"{name}={_shown(value)}: it must be one of {', '.join(values)}")
+    reward = (config.reward.custom_reward_function.path or ".").removeprefix("file://")
+    if not reward.startswith("pkg://") and not Path(reward).exists():
+        found.append(f"reward.custom_reward_function.path={reward}: there is no such file")
+    resumed = Path(config.trainer.resume_from_path or "")
+    if config.trainer.resume_mode == "resume_path" and not (config.trainer.resume_from_path and resumed.is_dir()):
+        found.append(f"trainer.resume_mode=resume_path: trainer.resume_from_path={resumed} is no folder global_step_N")
+    return found
+
+
+def _upstreams(config: DictConfig) -> list[str]:
+    """What verl's own configuration classes refuse when a worker makes them."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    found = []
+    for part in (_ACTOR, _ROLLOUT):
+        try:
+            omega_conf_to_dataclass(OmegaConf.select(config, part))
+        except InstantiationException as error:
+            found.append(f"{part}: {' '.join(str(error.__cause__ or error).split())}")
     return found
 
 
