@@ -245,6 +245,13 @@ def test_a_killed_export_leaves_no_model(saved, tmp_path):
     assert found.keys() == wanted.keys() and all(same_bytes(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("size", ["foo", "5XB"])
+def test_a_shard_size_that_is_none_leaves_nothing(saved, size, tmp_path):
+    with pytest.raises(CheckpointError, match=f"--max-shard-size {size}"):
+        export.export(folder_of(saved, "qwen3"), tmp_path / "out", "bf16", size)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_there_is_not_replaced(saved, tmp_path, capsys):
     words = [str(folder_of(saved, "qwen2") / "actor"), str(tmp_path / "out"), "--format", "bf16"]
     (tmp_path / "out").mkdir()

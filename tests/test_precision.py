@@ -329,6 +329,7 @@ def test_a_check_that_fails_does_not_hide_the_others(setting):
     ("damage", "message"),
     [
         (lambda m: shutil.rmtree(m), "no such folder"),
+        (lambda m: (shutil.rmtree(m), m.write_text("")), "it is a file"),
         (lambda m: (m / "config.json").unlink(), "no config.json"),
         (lambda m: (m / "config.json").write_text("{"), "config.json cannot be used"),
         (lambda m: (m / "config.json").write_text('{"model_type": "novel"}'), "config.json cannot be used"),
@@ -353,6 +354,12 @@ def test_a_damaged_checkpoint_is_named(setting, damage, message):
     [
         ({"vocab_size": TOKENS - 1}, f"vocab_size {TOKENS - 1} is smaller than the tokenizer's {TOKENS} tokens"),
         ({"model_type": "gemma"}, "supports the model types qwen3, qwen2, llama; this model is 'gemma'"),
+        ({"hidden_act": "gelu"}, "does not support hidden_act='gelu'"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads do not divide among 3"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope type 'dynamic' is not supported",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_named(setting, tmp_path, changes, message):

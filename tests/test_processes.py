@@ -570,6 +570,21 @@ def test_a_damaged_status_is_one_clear_error(arm, content):
     assert one.run(fresh=True) == 0
 
 
+def test_damaged_files_of_an_earlier_start_are_named(arm):
+    one = arm(RECORD + "record(2)")
+    one.folder.mkdir(parents=True)
+    (one.folder / "config.yaml").write_text("{a: ")
+    with pytest.raises(SystemExit, match="config.yaml is damaged.*--fresh"):
+        one.run()
+    (one.folder / "config.yaml").unlink()
+    folder = one.folder / "checkpoints" / "global_step_1"
+    checkpoint(one.folder / "checkpoints", 1)
+    for content in ("{", "{}", "[]", '{"world_size": null}'):
+        (folder / "actor" / "fsdp_config.json").write_text(content)
+        with pytest.raises(SystemExit, match="fsdp_config.json is damaged"):
+            one._require_shards(folder)
+
+
 def test_the_command_refuses_what_does_not_fit(root, tmp_path, capsys):
     recipe, runs = str(root / "recipes/tiny"), ["--runs", str(tmp_path / "runs")]
     for arguments, message in (

@@ -99,7 +99,12 @@ def require_whole(folder: Path) -> None:
 def world_size_of(folder: Path) -> int | None:
     """The number of processes whose shards ``folder`` (``global_step_N/actor``) holds; None where verl left no word of it."""
     path = folder / FSDP_CONFIG
-    return json.loads(path.read_text())["world_size"] if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return int(json.loads(path.read_text())["world_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}): delete {folder.parent} or copy it anew") from error
 
 
 def shard_path(folder: Path, kind: str, world_size: int, rank: int) -> Path:

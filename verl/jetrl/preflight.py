@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from verl.jetrl import memory_plan, patching
 from verl.jetrl.arena import head_dim, layout_of, rows_of
 from verl.jetrl.fp8.format import BLOCK
+from verl.jetrl.model.decoder import Decoder
+from verl.jetrl.model.rope import rope_table
 from verl.jetrl.precision import SUPPORTED_MODELS, PrecisionFlow, engine_problems
 from verl.jetrl.rollout.exact_attention import same_bits
 
@@ -277,6 +279,8 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
         if config.jetrl.prepare_model and path == Path(config.jetrl.model_dir):
             script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare_model
             return None, [f"{setting}: {MISSING_MODEL}. {_made_by(script, path)}"]
+        if path.exists():
+            return None, [f"{setting}: it is a file, not a Hugging Face checkpoint's folder"]
         return None, [f"{setting}: no such folder. Download the model and set the path (make recipe-NAME MODEL=/path/to/model)"]
     if not (path / "config.json").is_file():
         return None, [f"{setting}: no config.json in it, so it is not a Hugging Face checkpoint"]
@@ -392,6 +396,7 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         found += stock_fp8_problems(model)
     if flow.fp8:
         found += _fp8_training(config)
+        found += _decoder(model)
         found += _arena(config, model)
     if flow.exact:
         found += _exact(config, model)
@@ -429,6 +434,22 @@ def stock_fp8_problems(model: PretrainedConfig) -> list[str]:
         f"actor_rollout_ref.rollout.quantization=fp8 with {', '.join(wrong)}: vLLM's own block FP8 is right for multiples of "
         f"{BLOCK} only. Run the arms bf16, jetrl or jetrl-exact"
     ]
+
+
+def _decoder(model: PretrainedConfig | None) -> list[str]:
+    """What the shared decoder refuses about the model, by making one without memory."""
+    if model is None or model.model_type not in SUPPORTED_MODELS:
+        return []
+    try:
+        with torch.device("meta"):
+            Decoder(model)
+        rope_table(model, 1)
+    except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
+        return [f"actor_rollout_ref.model.path: its config.json does not fit: {error}"]
+    heads, of = model.num_attention_heads, model.num_key_value_heads
+    if heads < 1 or of < 1 or heads % of:
+        return [f"actor_rollout_ref.model.path: {heads} attention heads do not divide among {of} key-value heads"]
+    return []
 
 
 def _fp8_training(config: DictConfig) -> list[str]:

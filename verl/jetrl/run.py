@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -192,7 +193,10 @@ class Arm:
 
     def _require_shards(self, checkpoint: Path) -> None:
         """Ends where the checkpoint was saved by another number of processes: verl would look for files that are not there."""
-        saved = checkpoints.world_size_of(checkpoint / "actor")
+        try:
+            saved = checkpoints.world_size_of(checkpoint / "actor")
+        except checkpoints.CheckpointError as error:
+            raise SystemExit(f"error: {error}") from error
         if saved is None:
             return
         wanted = memory_plan.gpus(self.config)
@@ -207,7 +211,11 @@ class Arm:
         path = self.folder / "config.yaml"
         if not path.is_file():
             return ""
-        rows = diff(load_config(path), OmegaConf.create(resolved_yaml(self.config)))
+        try:
+            before = load_config(path)
+        except (ValueError, yaml.YAMLError) as error:
+            raise SystemExit(f"error: {path} is damaged; delete it, or start over with --fresh") from error
+        rows = diff(before, OmegaConf.create(resolved_yaml(self.config)))
         return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows if key != but)
 
     def _supervise(self, segment: Path, first_step: int) -> int:
