@@ -30,7 +30,7 @@ import psutil
 
 from verl.jetrl import device_memory, processes
 from verl.jetrl import metric_names as names
-from verl.jetrl.checkpoints import write_atomically
+from verl.jetrl.checkpoints import nearest, writable, write_atomically
 from verl.jetrl.compose import arms
 from verl.jetrl.report.load import read_segment, read_status
 
@@ -291,8 +291,7 @@ def main() -> None:
     known = arms(ROOT / RECIPE)
     if args.arm not in known:
         parser.error(f"no arm {args.arm}; there are {', '.join(known)}")
-    folder = next(parent for parent in args.out.resolve().parents if parent.exists())
-    if args.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if args.out.is_dir() or not writable(nearest(args.out.resolve().parent)):
         parser.error(f"--out {args.out} cannot be written")
     runs = args.runs.resolve() if args.runs else Path(tempfile.mkdtemp(prefix="soak-"))
     result = soak(args.arm, args.steps, args.every, runs, args.overrides)

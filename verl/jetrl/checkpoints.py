@@ -44,6 +44,16 @@ def _steps(checkpoints: Path) -> dict[int, Path]:
     return {int(p.name.removeprefix("global_step_")): p for p in folders if p.name.removeprefix("global_step_").isdecimal()}
 
 
+def nearest(path: Path) -> Path:
+    """``path``, or the first folder above it that is there."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def writable(place: Path) -> bool:
+    """Whether ``place`` is a folder that files can be made in."""
+    return place.is_dir() and os.access(place, os.W_OK)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text``; a reader sees the old or the new content, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -67,7 +67,10 @@ def format_diff(rows: list[tuple[str, Any, Any]], name_a: str, name_b: str) -> s
 
 def load_config(path: Path) -> DictConfig:
     """Read a YAML file that holds a mapping. Raises ``FileNotFoundError``, or ``ValueError`` for anything else."""
-    config = OmegaConf.load(path)
+    try:
+        config = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: no YAML: {error}") from error
     if not isinstance(config, DictConfig):
         raise ValueError(f"{path}: not a mapping of keys to values")
     return config

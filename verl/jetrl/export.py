@@ -57,7 +57,7 @@ def export(checkpoint: Path, out: Path, format: str, max_shard_size: int | str =
     """Writes the model of ``checkpoint`` (``global_step_N`` or its ``actor`` folder) to the new folder ``out``.
 
     Raises :class:`verl.jetrl.checkpoints.CheckpointError` for a checkpoint that is not whole, not of a full fine-tuning, or
-    (``fp8``) not of a model that the fork knows, and for an ``out`` that holds something already.
+    (``fp8``) not of a model that the fork knows, for an ``out`` that holds something already, and for a size that is none.
     """
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -17,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from verl.jetrl import memory_plan, patching
+from verl.jetrl import checkpoints, memory_plan, patching
 from verl.jetrl.arena import head_dim, layout_of, rows_of
+from verl.jetrl.config_diff import diff, format_value
 from verl.jetrl.fp8.format import BLOCK
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
@@ -42,10 +43,7 @@ def problems(config: DictConfig) -> list[str]:
         found += model_problems
     except Exception as error:
         found.append(_cannot_check("actor_rollout_ref.model.path", error))
-    try:
-        values = _values(config)
-    except Exception as error:
-        values = [_cannot_check("values", error)]
+    values = _checked("values", lambda: _values(config))
     if values:  # the other checks would stumble over them
         return found + values
     for what, check in {
@@ -58,11 +56,15 @@ def problems(config: DictConfig) -> list[str]:
         "trainer.default_local_dir": lambda: _disk(config, model),
         "memory plan": lambda: memory_plan.problems(config, model),
     }.items():
-        try:
-            found += check()
-        except Exception as error:
-            found.append(_cannot_check(what, error))
+        found += _checked(what, check)
     return found or _upstreams(config)
+
+
+def _checked(what: str, check: Callable[[], list[str]]) -> list[str]:
+    try:
+        return check()
+    except Exception as error:
+        return [_cannot_check(what, error)]
 
 
 def _cannot_check(what: str, error: Exception) -> str:
@@ -72,9 +74,8 @@ def _cannot_check(what: str, error: Exception) -> str:
 
 def wrong_types(config: DictConfig, default: DictConfig) -> list[str]:
     """Settings whose values are no longer what they are by default: verl takes any text for true, and reads numbers late."""
-    found, now = [], _leaves(OmegaConf.to_container(config, resolve=True))
-    for name, value in _leaves(OmegaConf.to_container(default, resolve=True)).items():
-        given = now.get(name)
+    found = []
+    for name, value, given in diff(default, config):
         if isinstance(value, bool) and not isinstance(given, bool):
             found.append(f"{name}={_shown(given)}: set it to true or false")
         elif isinstance(value, int | float) and not isinstance(value, bool) and isinstance(given, bool | str):
@@ -82,15 +83,9 @@ def wrong_types(config: DictConfig, default: DictConfig) -> list[str]:
     return found
 
 
-def _leaves(node: object, where: str = "") -> dict[str, object]:
-    if not isinstance(node, dict):
-        return {where: node}
-    return {k: v for key, of in node.items() for k, v in _leaves(of, f"{where}.{key}" if where else str(key)).items()}
-
-
 def _shown(value: object) -> str:
-    """A value as one writes it in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as one writes it on the command line."""
+    return value if isinstance(value, str) else format_value(value)
 
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -148,9 +143,8 @@ def _choices(config: DictConfig) -> list[str]:
     """Names that verl looks up late."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    from verl.jetrl.trainer import losses
+    from verl.jetrl.trainer import losses  # noqa: F401  registers its own
 
-    assert losses.LOSS_MODE in POLICY_LOSS_REGISTRY
     known = {
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
         "algorithm.adv_estimator": sorted(ADV_ESTIMATOR_REGISTRY),
@@ -165,9 +159,9 @@ def _choices(config: DictConfig) -> list[str]:
     reward = (config.reward.custom_reward_function.path or ".").removeprefix("file://")
     if not reward.startswith("pkg://") and not Path(reward).exists():
         found.append(f"reward.custom_reward_function.path={reward}: there is no such file")
-    resumed = Path(config.trainer.resume_from_path or "")
-    if config.trainer.resume_mode == "resume_path" and not (config.trainer.resume_from_path and resumed.is_dir()):
-        found.append(f"trainer.resume_mode=resume_path: trainer.resume_from_path={resumed} is no folder global_step_N")
+    resumed = config.trainer.resume_from_path
+    if config.trainer.resume_mode == "resume_path" and not (resumed and Path(resumed).is_dir()):
+        found.append(f"trainer.resume_mode=resume_path: trainer.resume_from_path={_shown(resumed)} is no folder global_step_N")
     return found
 
 
@@ -446,9 +440,6 @@ def _decoder(model: PretrainedConfig | None) -> list[str]:
         rope_table(model, 1)
     except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
         return [f"actor_rollout_ref.model.path: its config.json does not fit: {error}"]
-    heads, of = model.num_attention_heads, model.num_key_value_heads
-    if heads < 1 or of < 1 or heads % of:
-        return [f"actor_rollout_ref.model.path: {heads} attention heads do not divide among {of} key-value heads"]
     return []
 
 
@@ -547,8 +538,8 @@ def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
             f"trainer.default_local_dir={folder}: a run resumes, repairs and deletes checkpoints in its own folder, {own}; "
             "leave it out, and choose another disk with --runs"
         ]
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    existing = checkpoints.nearest(folder)
+    if not checkpoints.writable(existing):
         return [f"trainer.default_local_dir={folder}: {existing} is not a folder that can be written to"]
     if config.trainer.save_freq <= 0 or model is None:
         return []

@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -69,12 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         main_arms = [a for a in MAIN_ARMS if a in arms(recipe)] or arms(recipe)
         chosen = main_arms if args.arms is None else [arm.strip() for arm in args.arms.split(",")]
         configs = {arm: compose(recipe, arm, runs / arm, args.overrides) for arm in chosen}
-        defaults = {arm: compose(recipe, arm, runs / arm) for arm in chosen if args.overrides}
+        wrong = []
+        if args.overrides:  # the same in all arms: one tells
+            wrong = preflight.wrong_types(configs[chosen[0]], compose(recipe, chosen[0], runs / chosen[0]))
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    wrong = (problem for arm, default in defaults.items() for problem in preflight.wrong_types(configs[arm], default))
-    found = list(dict.fromkeys(wrong)) or check(recipe, configs)
+    found = wrong or check(recipe, configs)
     if found:
         print(f"recipe {recipe.name} cannot run here:", *(f"  - {p}" for p in found), sep="\n", file=sys.stderr)
         return 2
@@ -213,7 +213,7 @@ class Arm:
             return ""
         try:
             before = load_config(path)
-        except (ValueError, yaml.YAMLError) as error:
+        except ValueError as error:
             raise SystemExit(f"error: {path} is damaged; delete it, or start over with --fresh") from error
         rows = diff(before, OmegaConf.create(resolved_yaml(self.config)))
         return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows if key != but)

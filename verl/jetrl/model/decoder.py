@@ -278,6 +278,9 @@ def _check(config: PretrainedConfig) -> None:
         wrong.append("sliding-window attention layers")
     if wrong:
         raise ValueError(f"the FP8 decoder does not support {'; '.join(wrong)}. Use the bf16 arm for this model.")
+    heads, of = config.num_attention_heads, config.num_key_value_heads
+    if heads < 1 or of < 1 or heads % of:
+        raise ValueError(f"{heads} attention heads do not divide among {of} key-value heads")
 
 
 def _leaf(norm: Weight) -> Tensor:

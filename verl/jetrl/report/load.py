@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import yaml
 from omegaconf import DictConfig
 
 from verl.jetrl import metric_names as names
@@ -170,7 +169,7 @@ def _read_config(path: Path) -> DictConfig | None:
         return None
     try:
         return load_config(path)
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ReportError(f"{path}: not a configuration ({error})") from error
 
 
