@@ -215,6 +215,11 @@ def build(arm: Arm, options: Options, config) -> tuple[Any, Callable]:
                 getattr(train_layers, change)(module, *([getattr(train_layers, layer)] if layer else []))
             return module
 
+        def forward_step(self, *arguments: Any, **named: Any) -> tuple:
+            # The fused BF16 arms keep the host ahead of the GPU as FP8 does: the difference is that of the precision.
+            step = self.staged_step if arm.model.startswith("fused") else super().forward_step
+            return step(*arguments, **named)
+
         def prepare_model_outputs(self, **arguments: Any) -> dict[str, Any]:
             # BF16 arms run verl's own: the fork's also measures what the padded vocabulary costs, and reads logits for it.
             above = super() if arm.fp8 else super(JetRLEngine, self)

@@ -49,6 +49,17 @@ def test_a_micro_batch_is_read_once(monkeypatch):
     assert len(flash._sequences) == before
 
 
+def test_staged_positions_are_not_read_back(monkeypatch):
+    positions = row(3, 1, 4)
+    staged = flash.stage_positions(positions, torch.device("meta"))
+    assert staged.is_meta and staged.shape == positions.shape
+    monkeypatch.setattr(flash, "_read_sequences", lambda _: pytest.fail("read back"))
+    cu_seqlens, longest = flash.cu_seqlens_of(staged)
+    assert cu_seqlens.is_meta and cu_seqlens.shape == (4,) and longest == 4
+    assert flash.stage_positions(positions, positions.device) is positions
+    assert flash.cu_seqlens_of(positions)[0].tolist() == [0, 3, 4, 8]
+
+
 @pytest.mark.parametrize(
     "positions, message",
     (

@@ -102,6 +102,13 @@ def assert_arena_is_the_masters(engine) -> None:
         assert same_bytes(engine.masters.arena[name], tensor), name
 
 
+def test_a_forward_is_verls(tmp_path):
+    """The GPU's test of it, where there is none."""
+    script = Path(__file__).parent / "gpu" / "test_staging.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_clipping(engine, optimizer):
     """The same norm, and the same weights after steps that clip and steps that do not."""

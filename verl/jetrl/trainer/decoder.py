@@ -19,6 +19,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.jetrl.model.decoder import Decoder
+from verl.jetrl.trainer import flash
 
 _UNUSED = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 
@@ -63,13 +64,17 @@ def _forward_of(decoder: Decoder):
         B, T = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids.device).expand(B, T)
-        mask = create_causal_mask(
-            config=config,
-            inputs_embeds=torch.empty((B, T, 0), dtype=torch.bfloat16, device=input_ids.device),
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        mask = None
+        if (
+            attention_mask is not None or config._attn_implementation != flash.NAME
+        ):  # which needs none, and this reads positions
+            mask = create_causal_mask(
+                config=config,
+                inputs_embeds=torch.empty((B, T, 0), dtype=torch.bfloat16, device=input_ids.device),
+                attention_mask=attention_mask,
+                past_key_values=None,
+                position_ids=position_ids,
+            )
         attention = _attention(config._attn_implementation)
         extra = {k: v for k, v in kwargs.items() if k not in _UNUSED} | {"position_ids": position_ids}
 

@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl.jetrl import checkpoints
@@ -29,6 +30,7 @@ from verl.jetrl.trainer import attention, flash
 from verl.jetrl.trainer.decoder import share_decoder
 from verl.jetrl.trainer.log_probs import log_probs
 from verl.jetrl.trainer.masters import Masters, shard_parameters
+from verl.jetrl.trainer.staging import batch_to_device, values_to_device
 from verl.jetrl.vocabulary import padding_mass
 from verl.jetrl.weights import digests, fused_digests
 from verl.jetrl.window import Window
@@ -66,7 +68,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         config = self.engine_config
         self._autocast_dtype, self.scaler = torch.bfloat16, None
-        device = torch.device(get_device_name(), get_device_id()) if get_device_name() != "cpu" else torch.device("cpu")
+        device = _device()
         shard_parameters(module, self.device_mesh, device)
         # FSDP2 manages nothing here; the wrapper is what verl's clipping and checkpoints look for.
         fully_shard(module, mesh=self.device_mesh, ignored_params=set(module.parameters()))
@@ -98,6 +100,33 @@ class JetRLEngine(FSDPEngineWithLMHead):
         if self.flow.fp8 and not forward_only:
             self.masters.allocate_grads()
         return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        step = self.staged_step if self.flow.fp8 else super().forward_step
+        return step(micro_batch, loss_function, forward_only)
+
+    def staged_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
+        """What verl's ``forward_step`` does, with the host ahead of the GPU: inputs are prepared on the host and copied while
+        the GPU computes, and a pass without a loss reads nothing back."""
+        device = _device()
+        inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
+        if self.module.config._attn_implementation == flash.NAME:
+            inputs["position_ids"] = flash.stage_positions(inputs["position_ids"], device)
+        inputs, output_args = values_to_device(inputs, device), values_to_device(output_args, device)
+        micro_batch = batch_to_device(micro_batch, device)
+        loss, metrics = None, {}
+        with torch.autocast(device.type, self._autocast_dtype):
+            model_output = self.prepare_model_outputs(
+                output=self.module(**inputs, use_cache=False),
+                output_args=output_args,
+                micro_batch=micro_batch,
+                logits_processor_func=loss_function,
+            )
+            if loss_function is not None:
+                group = self.get_data_parallel_group()
+                loss, metrics = loss_function(model_output=model_output, data=micro_batch, dp_group=group)
+        value = 1.0 if loss is None else loss.detach().item()  # verl's, where there is none
+        return loss, {"model_output": detach_tree(model_output), "loss": value, "metrics": metrics}
 
     def optimizer_step(self):
         if not self.flow.fp8:
@@ -210,6 +239,11 @@ class JetRLEngine(FSDPEngineWithLMHead):
         from verl.jetrl.flow_check import describe_trainer
 
         return describe_trainer(self.decoder if self.flow.fp8 else self.module)
+
+
+def _device() -> torch.device:
+    """Where this process computes."""
+    return torch.device("cpu") if get_device_name() == "cpu" else torch.device(get_device_name(), get_device_id())
 
 
 def register() -> None:

@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl.jetrl.fp8.gemm import require_hopper
 from verl.jetrl.fp8.registration import register
+from verl.jetrl.trainer.staging import to_device
 
 NAME = "jetrl_fa3"
 MAX_HEAD_DIM = 256
@@ -191,11 +192,25 @@ def cu_seqlens_of(position_ids: Tensor) -> tuple[Tensor, int]:
     Returns: cu_seqlens int32 (B + 1,) on the same device, and the longest sequence's number of tokens.
     Raises: ValueError for a batch of several rows or positions that do not count up from 0 within each sequence.
     """
-    version = 0 if position_ids.is_inference() else position_ids._version
     known = _sequences.get(position_ids)
-    if known is None or known[0] != version:
-        known = _sequences[position_ids] = (version, *_read_sequences(position_ids))
+    if known is None or known[0] != _version(position_ids):
+        known = _sequences[position_ids] = (_version(position_ids), *_read_sequences(position_ids))
     return known[1:]
+
+
+def stage_positions(position_ids: Tensor, device: torch.device) -> Tensor:
+    """``position_ids`` on ``device``, with their sequences known: what was read on the host is not read back.
+
+    Raises: as :func:`cu_seqlens_of`.
+    """
+    cu_seqlens, longest = cu_seqlens_of(position_ids)
+    staged = to_device(position_ids, device)
+    _sequences[staged] = (_version(staged), to_device(cu_seqlens, device), longest)
+    return staged
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _read_sequences(position_ids: Tensor) -> tuple[Tensor, int]:

@@ -1,0 +1,81 @@
+"""The FP8 engine's forward against verl's on the same weights: the same bits, and the host never waits for the GPU.
+
+``python tests/gpu/test_staging.py FOLDER`` runs it without a GPU too, where nothing is copied.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as a script, there is no conftest
+from decoder_cases import make  # noqa: E402
+
+from benchmarks import numerics, trainers  # noqa: E402
+
+
+def waits(error: bool) -> None:
+    """Whether a call that makes the host wait raises."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("error" if error else "default")
+
+
+def compare(folder: Path) -> None:
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    model = numerics.save(make("qwen2", tie_word_embeddings=False, hidden_size=256, intermediate_size=512), folder / "model")
+    torch.manual_seed(0)
+    lengths = (40, 1, 30, 57)
+    sequences = [torch.randint(0, 384, (n,)) for n in lengths]
+    batch = trainers.batch_of(sequences, [torch.ones(n, dtype=torch.long) for n in lengths])
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=sum(lengths))
+    loss = trainers.sft_loss()
+    with trainers.alone(), trainers.trainer(model, "fp8") as engine:
+
+        def log_probs(step) -> Tensor:
+            with torch.no_grad():
+                value, kept = step(batch, loss_function=None, forward_only=True)
+            assert value is None or kept["loss"] == 1.0
+            return kept["model_output"]["log_probs"]
+
+        def trained(step) -> tuple[float, dict[str, Tensor]]:
+            engine.masters.allocate_grads()
+            value, kept = step(batch, loss_function=loss, forward_only=False)
+            value.backward()
+            assert kept["loss"] == value.item()
+            found = trainers.gradients(engine)
+            engine.masters.drop_grads()
+            return kept["loss"], found
+
+        def upstream(*arguments, **named):
+            return FSDPEngineWithLMHead.forward_step(engine, *arguments, **named)
+
+        with engine.eval_mode():
+            wanted = log_probs(upstream)
+            log_probs(engine.forward_step)  # compiles kernels
+            waits(error=True)
+            got = log_probs(engine.forward_step)
+            waits(error=False)
+        assert got.offsets().tolist() == wanted.offsets().tolist() and torch.equal(got.values(), wanted.values())
+        with engine.train_mode():
+            (loss_1, gradients_1), (loss_2, gradients_2) = trained(upstream), trained(engine.forward_step)
+        assert loss_1 == loss_2 and gradients_1.keys() == gradients_2.keys()
+        assert [name for name in gradients_1 if not torch.equal(gradients_1[name], gradients_2[name])] == []
+        assert all(gradient.abs().max() > 0 for gradient in gradients_1.values())
+
+
+def test_the_same_bits_and_no_waiting(tmp_path):
+    """In a process of its own: the engine reads its environment when it is imported."""
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    trainers.restart_as_run()
+    compare(Path(sys.argv[1]))

@@ -1,0 +1,29 @@
+"""What a forward needs, on its way to the GPU: copied from pinned memory, while the GPU still computes what came before.
+
+A copy from other memory makes the host wait until the GPU has caught up, and so does whatever reads a number back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, jagged ones too, on ``device``; the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def batch_to_device(batch: TensorDict, device: torch.device) -> TensorDict:
+    """A micro-batch with all its tensors on ``device``; what is no tensor is the same object."""
+    return batch.apply(lambda tensor: to_device(tensor, device), device=device)
+
+
+def values_to_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same of a model's arguments."""
+    return {name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in values.items()}
