@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,10 +21,20 @@ from decoder_cases import make  # noqa: E402
 from benchmarks import numerics, trainers  # noqa: E402
 
 
-def waits(error: bool) -> None:
-    """Whether a call that makes the host wait raises."""
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("error" if error else "default")
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A call that makes the host wait raises where torch knows it, and the GPU is busy long enough to tell of any other."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4 * 10**9)  # cycles: two seconds
+    slept = torch.cuda.Event()
+    slept.record()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    assert not slept.query(), "the host waited for the GPU"
 
 
 def compare(folder: Path) -> None:
@@ -59,9 +71,8 @@ def compare(folder: Path) -> None:
         with engine.eval_mode():
             wanted = log_probs(upstream)
             log_probs(engine.forward_step)  # compiles kernels
-            waits(error=True)
-            got = log_probs(engine.forward_step)
-            waits(error=False)
+            with no_waiting():
+                got = log_probs(engine.forward_step)
         assert got.offsets().tolist() == wanted.offsets().tolist() and torch.equal(got.values(), wanted.values())
         with engine.train_mode():
             (loss_1, gradients_1), (loss_2, gradients_2) = trained(upstream), trained(engine.forward_step)

@@ -106,8 +106,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
         return step(micro_batch, loss_function, forward_only)
 
     def staged_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
-        """What verl's ``forward_step`` does, with the host ahead of the GPU: inputs are prepared on the host and copied while
-        the GPU computes, and a pass without a loss reads nothing back."""
+        """What verl's ``forward_step`` does, with the host ahead of the GPU: inputs are prepared on the host, their copies are
+        queued, and a pass without a loss reads nothing back."""
+        assert loss_function is not None or forward_only, "a backward pass needs a loss"
         device = _device()
         inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
         if self.module.config._attn_implementation == flash.NAME:

@@ -1,4 +1,4 @@
-"""What a forward needs, on its way to the GPU: copied from pinned memory, while the GPU still computes what came before.
+"""What a forward needs, on its way to the GPU: copies from pinned memory, queued while the GPU computes what came before.
 
 A copy from other memory makes the host wait until the GPU has caught up, and so does whatever reads a number back.
 """
@@ -13,7 +13,17 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, jagged ones too, on ``device``; the host does not wait for the copy."""
+    """``tensor`` on ``device``; the host does not wait for the copy.  Of jagged ones, for those of whole rows: verl's are."""
+    if tensor.is_nested and tensor.device != device and tensor._ragged_idx == 1 and tensor.lengths() is None:
+        # torch's own copy of a jagged tensor waits for the offsets.  Padding reads the lengths that are kept beside them.
+        return torch.nested.nested_tensor_from_jagged(
+            to_device(tensor.values(), device),
+            to_device(tensor.offsets(), device),
+            min_seqlen=tensor._maybe_min_seqlen,
+            max_seqlen=tensor._maybe_max_seqlen,
+        )
+    if tensor.is_nested:
+        return tensor.to(device)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
