@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 END = "<!-- end -->"
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    """What a benchmark wrote to ``path``; exits where there is nothing."""
+    if not path.is_file():
+        sys.exit(f"{path}: no such file; run the benchmark first, or name its result with --out")
+    return json.loads(path.read_text())
 
 
 def markdown(header: list[str], rows: list[list]) -> str:

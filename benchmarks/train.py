@@ -4,7 +4,7 @@
     python -m benchmarks.train --parts 8b --arms fp8,bf16_fused
     python -m benchmarks.train --quick --out x.json   # tiny shapes, also without a GPU: checks the script itself
     python -m benchmarks.train --jobs runs/qwen3-8b   # adds the peaks of whole runs of a recipe's arms
-    python -m benchmarks.train --docs                 # writes the tables of --out into docs/training.md
+    python -m benchmarks.train --docs                 # writes the tables of --out into docs/training.md, README.md
 
 verl's engine, built from a recipe's configuration as verl's worker builds it, on random weights: no Ray, no rollout.  Part
 ``8b`` has Qwen3-8B's shapes on two GPUs, part ``4b`` Qwen3-4B's on one.  Every arm gets the same packed micro-batches.  The
@@ -668,19 +668,28 @@ def rows(samples: dict) -> list[dict[str, Any]]:
     return table
 
 
+def sides(rates: dict[tuple[str, int], float]) -> dict[int, tuple[float, float, float]]:
+    """Of tokens/s by arm and length, at each length: the fastest BF16 arm's, fp8's, those of the faster of fp8 and fp8_deferred."""
+    found = {}
+    for length in sorted({n for _, n in rates}):
+        bf16 = max((rate for (arm, n), rate in rates.items() if arm.startswith("bf16") and n == length), default=0.0)
+        if bf16 and ("fp8", length) in rates:
+            fp8 = rates["fp8", length]
+            found[length] = (bf16, fp8, max(fp8, rates.get(("fp8_deferred", length), 0.0)))
+    return found
+
+
 def figures(samples: dict) -> dict[str, float]:
     """The headline numbers of all parts in the file."""
     found: dict[str, float] = {}
     table = rows(samples)
     for part_name, part in samples.items():
         rates = {(r["arm"], r["length"]): r["tokens_per_s"] for r in table if r["part"] == part_name}
-        ratios = {}
-        for length in sorted({n for _, n in rates}):
-            bf16 = max((rate for (arm, n), rate in rates.items() if arm.startswith("bf16") and n == length), default=0.0)
-            if bf16 and ("fp8", length) in rates:
-                ratios[length] = max(rates["fp8", length], rates.get(("fp8_deferred", length), 0.0)) / bf16
-                found.setdefault(f"train_vs_bf16_{part_name}_default", rates["fp8", length] / bf16)
+        fastest = sides(rates)
+        ratios = {length: fp8 / bf16 for length, (bf16, _, fp8) in fastest.items()}
         if ratios:
+            bf16, default, _ = fastest[min(fastest)]
+            found[f"train_vs_bf16_{part_name}_default"] = default / bf16
             found[f"train_vs_bf16_{part_name}"] = ratios[min(ratios)]
             found[f"train_vs_bf16_{part_name}_worse"] = min(ratios.values())
             found |= {f"train_vs_bf16_{part_name}_{length}": ratio for length, ratio in ratios.items()}
@@ -693,7 +702,8 @@ def figures(samples: dict) -> dict[str, float]:
                 found[f"{other}_vs_fp8_{part_name}"] = rates[other, shortest] / rates["fp8", shortest]
         found |= {f"{name}_{part_name}": rate for name, rate in part["ceilings"].items()}
         gathered = {n: a["collective_bytes"].get("all_gather", 0) for n, a in part["arms"].items() if "collective_bytes" in a}
-        bf16 = next((gathered[n] for n in ("bf16", "bf16_fused", "bf16_checkpointing") if gathered.get(n)), None)
+        as_it_comes = ("bf16", "bf16_fused", "bf16_checkpointing", "bf16_fused_checkpointing")  # all gather the same
+        bf16 = next((gathered[n] for n in as_it_comes if gathered.get(n)), None)
         if bf16 and "fp8" in gathered:
             found["gather_bytes_vs_bf16"] = gathered["fp8"] / bf16
     checked = [a["same_gradient_bits"] for p in samples.values() for n, a in p["arms"].items()
@@ -724,10 +734,26 @@ def report(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+def headlines(result: dict) -> str:
+    """Both sides at their fastest settings, in Markdown."""
+    from benchmarks.tables import markdown
+
+    table, lines = rows(result["samples"]), []
+    for part, of in result["samples"].items():
+        rates = {(r["arm"], r["length"]): r["tokens_per_s"] for r in table if r["part"] == part}
+        for length, (bf16, default, fp8) in sides(rates).items():
+            case = f"Qwen3-{part.upper()} shapes, {of['gpus']} GPU{'s' * (of['gpus'] > 1)}, sequences of {length}"
+            lines.append([case, bf16, default, fp8, f"{fp8 / bf16:.2f}x"])
+    return markdown(
+        ["training phase, tokens/s", "BF16, fastest settings", "FP8, default", "FP8, fastest", "FP8 vs BF16"], lines
+    )
+
+
 def profiles(part: str, arms: dict[str, dict]) -> str:
     """Kernel times of one step by kind, arms side by side; streams overlap.  "" where no arm has them.
 
-    The profiler slows the host, so what is left without a kernel is counted of the steps that ran without it.
+    The profiler slows the host, so what is left without a kernel is counted of the steps that ran without it.  Left out where
+    the profiled step was busy for longer than those lasted: its collectives waited for another GPU's host.
     """
     from benchmarks.tables import markdown
     from benchmarks.traces import IDLE
@@ -737,7 +763,8 @@ def profiles(part: str, arms: dict[str, dict]) -> str:
         if "profile" in arm:
             times[name] = dict(arm["profile"]["ms_per_step"])
             if "busy_ms_per_step" in arm["profile"]:  # files of before have the profiled step's
-                times[name][IDLE] = 1e3 * median(arm, next(iter(arm["steps"]))) - arm["profile"]["busy_ms_per_step"]
+                idle = 1e3 * median(arm, next(iter(arm["steps"]))) - arm["profile"]["busy_ms_per_step"]
+                times[name][IDLE] = idle if idle > 0 else None
     if not times:
         return ""
     kinds = list(dict.fromkeys(kind for of in times.values() for kind in of))
@@ -786,27 +813,41 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def integers(text: str) -> list[int]:
+    """Numbers separated by commas."""
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--parts", help="8b, 4b or both; default: those that the visible GPUs suffice for")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
     parser.add_argument("--add", action="store_true", help="keep the part's other arms of an earlier run in --out")
-    parser.add_argument("--lengths", default="4096,8192", help="sequence lengths in tokens, the first for all arms")
+    parser.add_argument("--lengths", type=integers, default="4096,8192", help="of sequences in tokens, the first for all arms")
     parser.add_argument("--micro-batch", type=int, default=8192, help="tokens of a micro-batch on a GPU; a step has four")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per arm and length")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further arm after so many seconds")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and one timed step: checks the script itself")
     parser.add_argument("--jobs", type=Path, help="only add the peaks of whole runs, a folder such as runs/qwen3-8b")
-    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md, README.md")
     args = parser.parse_args()
     if args.docs:
-        from benchmarks.tables import fill
+        from benchmarks.tables import fill, result_of
 
-        return fill(ROOT / "docs" / "training.md", {"train": report(json.loads(args.out.read_text()))})
+        result = result_of(args.out)
+        fill(ROOT / "README.md", {"train_summary": headlines(result)})
+        return fill(ROOT / "docs" / "training.md", {"train": report(result)})
     if args.jobs:
-        return add_jobs(args.out, args.jobs)
+        from verl.jetrl.report import ReportError
+
+        try:
+            return add_jobs(args.out, args.jobs)
+        except ReportError as error:
+            parser.error(f"--jobs: {error}")
     gpus = torch.cuda.device_count()
     if not gpus and not args.quick:
         sys.exit("benchmarks.train needs Hopper GPUs; --quick --out FILE checks the script on a CPU")
@@ -814,9 +855,11 @@ def main() -> None:
     unknown = [name for name in arms if name not in ARMS]
     if unknown:
         parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
-    default = [part for part, (world, _) in PARTS.items() if world <= max(gpus, 1)]
+    parts = args.parts.split(",") if args.parts else [part for part, (world, _) in PARTS.items() if world <= max(gpus, 1)]
     deadline = time.time() + args.seconds
-    for part in args.parts.split(",") if args.parts else default:
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"unknown parts {unknown}; there are {', '.join(PARTS)}")
+    for part in parts:
         world, shapes = PARTS[part]
         if gpus and world > gpus:
             parser.error(f"part {part} needs {world} GPUs, {gpus} are visible")
@@ -825,7 +868,7 @@ def main() -> None:
             part=part,
             world=world,
             shapes=shapes,
-            lengths=[32, 64] if args.quick else [int(n) for n in args.lengths.split(",")],
+            lengths=[32, 64] if args.quick else args.lengths,
             micro_batch=128 if args.quick else args.micro_batch,
             steps=1 if args.quick else args.steps,
             folder=Path(f"/tmp/jetrl-bench-train-{os.getpid()}-{part}"),

@@ -30,7 +30,8 @@ def test_pages_show_the_results(name, tmp_path):
     shutil.copy(ROOT / name, page)
     fill(page, ops.report(json.loads((RESULTS / "ops.json").read_text())))
     fill(page, rollout.report(RESULTS))
-    fill(page, {"train": train.report(json.loads((RESULTS / "train.json").read_text()))})
+    trained = json.loads((RESULTS / "train.json").read_text())
+    fill(page, {"train": train.report(trained), "train_summary": train.headlines(trained)})
     fill(page, numerics.report(json.loads((RESULTS / "numerics.json").read_text())))
     fill(page, exact.report(rollout.stored(RESULTS / "exact.json")))
     for shown in runs.PAGES.values():
