@@ -64,6 +64,10 @@ else:
         return x
 
 
+# Arguments that follow from the number of tokens.  Triton would compile a kernel of its own for those that 16 divides, and one
+# for 1: seconds in the midst of a run, step after step, for loads and stores that are as wide without it.
+TOKEN_SIZES = ["M", "stride_s", "stride_xs", "stride_st_k", "stride_st_m", "programs"]
+
 _NATIVE = tl.constexpr(NATIVE)
 assert (ref.AMAX_FLOOR, ref.FP8_MAX) == (2.0**-80, 448.0)  # written as bits into _scale
 _AMAX_FLOOR = tl.constexpr(ref.AMAX_FLOOR)
@@ -391,7 +395,7 @@ def _write_forms(
             tl.store(q_t + at_t, byte, mask=(k_t[None, :] < K) & (m_t[:, None] < M_T))
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _tiles_kernel(
     x, x_s, weight, q, s, q_t, s_t, M, K, M_T, stride_x, stride_xs, stride_s, stride_st_k, stride_st_m,
     SOURCE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, WARPS: tl.constexpr,
@@ -411,7 +415,7 @@ def _tiles_kernel(
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def _masters_kernel(x, q, s, places, N, K, WARPS: tl.constexpr):
     """One 128x128 tile of one of many FP32 weights (N, K) into weight blocks.
 
@@ -429,7 +433,7 @@ def _masters_kernel(x, q, s, places, N, K, WARPS: tl.constexpr):
     _write_forms(slices, q, None, None, s, m_block, k_block, N, K, N, 0, 1, k_blocks, _BLOCK, _NONE, WARPS)
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _rows_kernel(
     x, q, s, M, K, stride_x, stride_s,
     SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
@@ -450,7 +454,7 @@ def _rows_kernel(
     tl.store(q + m[:, None].to(tl.int64) * K + k[None, :], byte, mask=inside)
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _silu_mul_kernel(gate_up, y, M, I, BLOCK_M: tl.constexpr, WARPS: tl.constexpr):
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     i_blocks = (I + 127) // 128
@@ -473,7 +477,7 @@ def _silu_mul_gradients(gate_up, dy, at, at_dy, inside, I):
     return d_gate, d_up
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexpr, WARPS: tl.constexpr):
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     i_blocks = (I + 127) // 128
@@ -487,7 +491,7 @@ def _silu_mul_backward_kernel(gate_up, dy, d_gate_up, M, I, BLOCK_M: tl.constexp
     tl.store(d_gate_up + at + I, d_up, mask=inside)
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _silu_mul_backward_tiles_kernel(
     gate_up, dy, q, s, q_t, s_t, M, I, M_T, stride_s, stride_st_k, stride_st_m, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -548,7 +552,7 @@ def _norm_rows(
     return row, inverse
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _rms_norm_rows_kernel(
     x, residual, h, rstd, weight, y, q, s, M, K, stride_s, eps,
     RESIDUAL: tl.constexpr, BF16_OUT: tl.constexpr, FP8_OUT: tl.constexpr, K_PAD: tl.constexpr,
@@ -583,7 +587,7 @@ def _rms_norm_rows_kernel(
         tl.store(s + g[None, :] * stride_s + m[:, None], s_mg, mask=(m[:, None] < M) & (g[None, :] < (K + 127) // 128))
 
 
-@jit
+@jit(do_not_specialize=TOKEN_SIZES)
 def _rms_norm_backward_kernel(
     dy, h, rstd, weight, d_residual, dx, d_weight, M, K, programs,
     RESIDUAL: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr, WARPS_K: tl.constexpr,

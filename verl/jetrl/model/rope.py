@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from triton.experimental.gluon import language as gl
 
 from verl.jetrl.fp8.gemm import require_hopper
-from verl.jetrl.fp8.kernels import _NATIVE, _bf16, _iota, jit, tl
+from verl.jetrl.fp8.kernels import _NATIVE, TOKEN_SIZES, _bf16, _iota, jit, tl
 from verl.jetrl.fp8.registration import register
 
 # Types whose frequencies depend on the configuration alone; "dynamic" and "longrope" recompute them from the lengths of
@@ -116,7 +116,7 @@ def _weights(q_norm, k_norm, is_q, d, columns):
     return tl.where(is_q, q, k)
 
 
-@jit(do_not_specialize=["M"])
+@jit(do_not_specialize=TOKEN_SIZES)
 def _forward_kernel(
     qkv, positions, cos_sin, q_norm, k_norm, q, k, M, P, stride_x, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DH_PAD: tl.constexpr, NORM: tl.constexpr,
@@ -157,7 +157,7 @@ def _load_gradient(dq, dk, dv, at_q, at_k, at_v, inside, is_q, is_k, is_v):
     return g + tl.load(dv + at_v, mask=inside & is_v, other=0.0).to(tl.float32)
 
 
-@jit(do_not_specialize=["M", "programs"])
+@jit(do_not_specialize=TOKEN_SIZES)
 def _backward_kernel(
     dq, dk, dv, qkv, positions, cos_sin, q_norm, k_norm, d_qkv, d_norm, M, P, stride_x, eps, programs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DH_PAD: tl.constexpr, NORM: tl.constexpr,

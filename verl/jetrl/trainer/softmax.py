@@ -40,7 +40,7 @@ def _masked_logits(logits, row, v, V, tokens, temperature):
     return tl.where(v < tokens, x, _MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "temperatures", "scales"])  # views: one number of a row each
 def _gradient_kernel(logits, ids, temperatures, scales, V, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature, scale, chosen = tl.load(temperatures + row), tl.load(scales + row), tl.load(ids + row)
