@@ -406,6 +406,6 @@ def test_command_line(folder, capsys):
     out = capsys.readouterr().out
     assert all(phase in out for phase in PHASES) and "KV cache:" in out and "fit" not in out
     assert memory_plan.main([recipe, "--gpu-gb", "141"]) == 2, "the model's folder is missing"
-    assert "actor_rollout_ref.model.path=Qwen3-8B-Base" in capsys.readouterr().out
+    assert "actor_rollout_ref.model.path=Qwen3-8B-Base: no such folder" in capsys.readouterr().err
     assert memory_plan.main([recipe, "--arm", "none", "--gpu-gb", "141"]) == 2
     assert "no arm 'none'" in capsys.readouterr().err

@@ -6,7 +6,9 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -14,12 +16,15 @@ import pytest
 import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from verl.jetrl import patching, preflight, run
 from verl.jetrl.compose import RecipeError, arms, compose, resolved_yaml
 from verl.jetrl.precision import LINEAR_MODULES, JetRLEngineConfig, PrecisionFlow
+from verl.jetrl.weight_files import HEAD
+from verl.jetrl.weights import EMBEDDING
 
 FP8 = "actor_rollout_ref.actor.fsdp_config.precision_flow.linear=fp8"
 STOCK = "actor_rollout_ref.rollout.quantization=fp8"
@@ -27,11 +32,11 @@ TOKENS = 300
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_checkpoint(folder: Path, model_type: str = "qwen3", vocab_size: int = 320, **changes) -> Path:
+def make_checkpoint(folder: Path, model_type: str = "qwen3", vocab_size: int = 320, shard: str = "1GB", **changes: Any) -> Path:
     """A checkpoint of a few thousand weights with a tokenizer of 300 tokens."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     config = AutoConfig.for_model(model_type, vocab_size=vocab_size, max_position_embeddings=256, **{**sizes, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=shard)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1", pad_token="w2").save_pretrained(folder)
     return folder
@@ -162,8 +167,9 @@ BAD = [
     ("jetrl", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2"),
     ("bf16", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2"),
     ("jetrl", ["actor_rollout_ref.rollout.name=sglang"], "actor_rollout_ref.rollout.name=sglang"),
-    ("jetrl", ["actor_rollout_ref.model.use_fused_kernels=true"], "actor_rollout_ref.model.use_fused_kernels=True"),
-    ("bf16", ["actor_rollout_ref.actor.checkpoint.async_save=true"], "actor_rollout_ref.actor.checkpoint.async_save=True"),
+    ("jetrl", ["actor_rollout_ref.model.use_fused_kernels=true"], "actor_rollout_ref.model.use_fused_kernels=true"),
+    ("bf16", ["actor_rollout_ref.actor.checkpoint.async_save=true"], "actor_rollout_ref.actor.checkpoint.async_save=true"),
+    ("bf16", ["trainer.use_v1=false"], "trainer.use_v1=false: the fork runs with use_v1=true only; set it to that"),
     ("bf16", ["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode=separate_async"),
     ("bf16", ["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async"),
     ("jetrl", [f"{FP8[:-3]}fp4"], "precision_flow.linear is 'fp4'"),
@@ -213,6 +219,9 @@ BAD = [
     ("bf16", ["actor_rollout_ref.rollout.max_model_len=100"], "actor_rollout_ref.rollout.max_model_len=100"),
     ("bf16", ["jetrl.least_gpu_memory_gb=78"], "no CUDA GPU found: this recipe needs 1 Hopper GPUs (H100, H200) of 78 GB"),
     ("bf16", ["trainer.device=cuda"], "no CUDA GPU found: trainer.device=cuda"),
+    ("bf16", ["trainer.device=foo"], "trainer.device=foo: on this machine it is cpu; leave it out"),
+    ("bf16", ["trainer.device=null"], "trainer.device=null: on this machine it is cpu; leave it out"),
+    ("bf16", ["trainer.nnodes=2"], "trainer.nnodes=2: the run would start Ray on this machine alone"),
     ("bf16", ["actor_rollout_ref.rollout.enable_chunked_prefill=true"], "enable_chunked_prefill=true does not work"),
     ("bf16", ["trainer.max_actor_ckpt_to_keep=1"], "trainer.max_actor_ckpt_to_keep=1"),
     # values of the wrong type
@@ -368,6 +377,93 @@ def test_a_model_that_does_not_fit_is_named(setting, tmp_path, changes, message)
     assert any(message in problem for problem in found), found
     if "model_type" in changes:
         assert preflight.problems(setting("bf16", f"actor_rollout_ref.model.path={model}")) == [], "BF16 runs any model"
+
+
+def edit_config(model: Path, **changes) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("shard", ["1GB", "40KB"])
+@pytest.mark.parametrize(
+    ("made", "changes", "message"),
+    [
+        ({}, {"hidden_size": 48}, "embed_tokens.weight is (320, 32) in the files, (320, 48) by config.json (and"),
+        ({}, {"intermediate_size": 96}, "0.mlp.gate_proj.weight is (64, 32) in the files, (96, 32) by config.json (and"),
+        ({}, {"num_hidden_layers": 3}, "2.self_attn.q_proj.weight is absent in the files, (32, 32) by config.json (and"),
+        ({}, {"num_hidden_layers": 1}, "1.input_layernorm.weight is (32,) in the files, absent by config.json (and"),
+        ({"attention_bias": True}, {"attention_bias": False}, "k_proj.bias is (16,) in the files, absent by config.json (and"),
+        ({}, {"tie_word_embeddings": False}, "lm_head.weight is absent in the files, (320, 32) by config.json; take"),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, "set tie_word_embeddings=false in its config.json"),
+    ],
+    ids=["width", "part", "layer too few", "layer too many", "bias", "no head", "two heads"],
+)
+def test_weights_that_are_not_config_jsons_are_named(setting, made, changes, message, shard):
+    """transformers would make some anew, or leave some out, and say so in a worker's log."""
+    shutil.rmtree(setting.model)
+    make_checkpoint(setting.model, "llama", shard=shard, **{"tie_word_embeddings": True, **made})
+    assert preflight.problems(setting("jetrl")) == preflight.problems(setting("bf16")) == []
+    assert (len(list(setting.model.glob("*.safetensors"))) > 1) == (shard == "40KB")
+    edit_config(setting.model, **changes)
+    for arm in ("jetrl", "bf16"):
+        found = preflight.problems(setting(arm))
+        named = [problem for problem in found if message in problem]
+        assert len(named) == 1 and named[0].startswith(f"actor_rollout_ref.model.path={setting.model}: "), found
+
+
+def test_a_tensor_that_the_index_promises_is_missed(setting):
+    make_checkpoint(setting.model, shard="40KB")
+    (setting.model / "model.safetensors").unlink()
+    assert preflight.problems(setting("jetrl")) == []
+    file = sorted(setting.model.glob("*.safetensors"))[-1]
+    weights = load_file(file)
+    name, weight = weights.popitem()
+    save_file(weights, file)
+    (problem,) = preflight.problems(setting("jetrl"))
+    assert f"{name} is absent in the files, {tuple(weight.shape)} by config.json" in problem
+
+
+def saved_as_bin(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def rewrite(model: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(model / "model.safetensors")), model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        saved_as_bin,
+        lambda m: AutoModel.from_pretrained(m).save_pretrained(m),  # without the head, and without "model." in the names
+        lambda m: rewrite(m, lambda w: w | {HEAD: w[EMBEDDING].clone()}),
+        lambda m: rewrite(m, lambda w: {HEAD: w.pop(EMBEDDING), **w}),
+        lambda m: rewrite(m, lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}),
+        lambda m: rewrite(m, lambda w: w | {"score.weight": torch.ones(1)}),
+    ],
+    ids=["bin", "base model", "tied head is there", "tied head alone", "of an old file", "another head"],
+)
+def test_what_transformers_loads_whole_is_no_problem(setting, change):
+    make_checkpoint(setting.model, tie_word_embeddings=True)
+    change(setting.model)
+    _, found = AutoModelForCausalLM.from_pretrained(setting.model, output_loading_info=True)
+    assert not found["missing_keys"] and not found["mismatched_keys"], "not one of these cases"
+    assert preflight.problems(setting("jetrl")) == []
+
+
+def test_a_device_that_the_environment_chooses_is_not_overridden(setting, monkeypatch):
+    monkeypatch.setenv("JETRL_DEVICE", "gpu")
+    found = preflight.problems(setting("bf16", "trainer.device=cpu"))
+    assert any(p.startswith("trainer.device=cpu: on this machine it is cuda; leave it out") for p in found), found
+
+
+def test_several_nodes_need_a_ray_that_spans_them(setting, monkeypatch):
+    config = setting("bf16", "trainer.nnodes=2")
+    OmegaConf.update(config, "ray_kwargs.ray_init.address", "auto", force_add=True)
+    assert not any("nnodes" in problem for problem in preflight.problems(config))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert not any("nnodes" in problem for problem in preflight.problems(setting("bf16", "trainer.nnodes=2")))
 
 
 @pytest.mark.parametrize(

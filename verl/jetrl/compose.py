@@ -30,7 +30,10 @@ class RecipeError(ValueError):
 
 def machine() -> str:
     """ "gpu" or "cpu": what this machine has; ``JETRL_DEVICE`` overrides."""
-    return os.environ.get("JETRL_DEVICE") or ("gpu" if torch.cuda.is_available() else "cpu")
+    chosen = os.environ.get("JETRL_DEVICE") or ("gpu" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "gpu"):
+        raise RecipeError(f"the environment variable JETRL_DEVICE={chosen}: set it to cpu or gpu, or leave it out")
+    return chosen
 
 
 def arms(recipe: Path) -> list[str]:

@@ -498,21 +498,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.gpu_gb is None and not torch.cuda.is_available():
         parser.error("no CUDA GPU here: say with --gpu-gb what the run's GPUs have")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < float("inf"):
+        parser.error(f"--gpu-gb {args.gpu_gb}: it must be above 0")
     os.environ.setdefault("JETRL_DEVICE", "gpu")
     try:
         config = compose(args.recipe, args.arm, Path(tempfile.gettempdir()) / args.arm, args.overrides)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    from verl.jetrl import preflight  # which imports this module
+
+    path = Path(config.actor_rollout_ref.model.path).expanduser()
+    _, unusable = preflight.folder(path, whole=False)
+    found = preflight.values(config) + [f"actor_rollout_ref.model.path={path}: {problem}" for problem in unusable]
+    if found:
+        print("no plan:", *(f"  - {problem}" for problem in found), sep="\n", file=sys.stderr)
+        return 2
     text = describe(config, None if args.gpu_gb is None else int(args.gpu_gb * GIB))
-    model = config.actor_rollout_ref.model.path
-    print(
-        text
-        or f"no plan: actor_rollout_ref.model.path={model} must be the folder of a {', '.join(SUPPORTED_MODELS)} model, and "
-        "the run be without LoRA, critic and fsdp_config.offload_policy\n",
-        end="",
-    )
-    return 0 if text else 2
+    if not text:
+        print(
+            f"no plan: actor_rollout_ref.model.path={path} must be a {', '.join(SUPPORTED_MODELS)} model, and the run be on "
+            "GPUs, without LoRA, critic and fsdp_config.offload_policy",
+            file=sys.stderr,
+        )
+        return 2
+    print(text, end="")
+    return 0
 
 
 if __name__ == "__main__":

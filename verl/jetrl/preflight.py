@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -14,11 +13,11 @@ import pyarrow.parquet
 import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from verl.jetrl import checkpoints, memory_plan, patching
+from verl.jetrl import checkpoints, memory_plan, patching, weight_files
 from verl.jetrl.arena import head_dim, layout_of, rows_of
+from verl.jetrl.compose import machine
 from verl.jetrl.config_diff import diff, format_value
 from verl.jetrl.fp8.format import BLOCK
 from verl.jetrl.model.decoder import Decoder
@@ -43,9 +42,9 @@ def problems(config: DictConfig) -> list[str]:
         found += model_problems
     except Exception as error:
         found.append(_cannot_check("actor_rollout_ref.model.path", error))
-    values = _checked("values", lambda: _values(config))
-    if values:  # the other checks would stumble over them
-        return found + values
+    no_run = _checked("values", lambda: values(config))
+    if no_run:  # the other checks would stumble over them
+        return found + no_run
     for what, check in {
         "installed versions": lambda: _software(),
         "trainer": lambda: _hardware(config),
@@ -58,6 +57,21 @@ def problems(config: DictConfig) -> list[str]:
     }.items():
         found += _checked(what, check)
     return found or _upstreams(config)
+
+
+def of_the_trees(config: DictConfig) -> list[str]:
+    """Those of :func:`problems` with which the two sides' module trees cannot even be built."""
+
+    def check() -> list[str]:
+        model, found = _model(config)
+        try:
+            fp8 = _flow(config).fp8
+        except (TypeError, ValueError) as error:
+            return [*found, str(error)]
+        refused = decoder(model) if fp8 and model is not None else []
+        return found + [f"actor_rollout_ref.model.path: {problem}" for problem in refused]
+
+    return _checked("actor_rollout_ref", check)
 
 
 def _checked(what: str, check: Callable[[], list[str]]) -> list[str]:
@@ -107,7 +121,7 @@ _RANGES = {  # what lies inside, and how to say it
 }
 
 
-def _values(config: DictConfig) -> list[str]:
+def values(config: DictConfig) -> list[str]:
     """Numbers that no run can have, and those that do not fit each other."""
     found = []
     for name in _COUNTS:
@@ -189,13 +203,25 @@ def _software() -> list[str]:
 
 
 def _hardware(config: DictConfig) -> list[str]:
-    if config.trainer.device == "cpu":
-        least = config.jetrl.get("least_gpu_memory_gb")
-        gpus = memory_plan.gpus(config)
-        return [f"no CUDA GPU found: this recipe needs {gpus} Hopper GPUs (H100, H200) of {least} GB"] if least else []
-    if not torch.cuda.is_available():
+    device, here = config.trainer.device, {"cpu": "cpu", "gpu": "cuda"}[machine()]
+    if device == "cuda" and not torch.cuda.is_available():
         return ["no CUDA GPU found: trainer.device=cuda needs Hopper GPUs (H100, H200); JETRL_DEVICE=cpu runs on the CPU"]
+    if device != here:
+        return [
+            f"trainer.device={_shown(device)}: on this machine it is {here}; leave it out (the environment variable "
+            "JETRL_DEVICE=cpu or gpu chooses, with all that belongs to it)"
+        ]
     found = []
+    if config.trainer.nnodes > 1 and not (config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")):
+        found.append(
+            f"trainer.nnodes={config.trainer.nnodes}: the run would start Ray on this machine alone. Start it on every node "
+            "and add +ray_kwargs.ray_init.address=auto, or set trainer.nnodes=1"
+        )
+    if device == "cpu":
+        if least := config.jetrl.get("least_gpu_memory_gb"):
+            gpus = memory_plan.gpus(config)
+            found.append(f"no CUDA GPU found: this recipe needs {gpus} Hopper GPUs (H100, H200) of {least} GB")
+        return found
     count = torch.cuda.device_count()
     if config.trainer.nnodes == 1 and config.trainer.n_gpus_per_node > count:
         found.append(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, but this machine has {count} GPUs")
@@ -268,32 +294,13 @@ def _data_files(setting: str, files: Sequence[str], prompt_key: str, least: int)
 
 def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
     path = Path(config.actor_rollout_ref.model.path).expanduser()
-    setting = f"actor_rollout_ref.model.path={path}"
-    if not path.is_dir():
-        if config.jetrl.prepare_model and path == Path(config.jetrl.model_dir):
-            script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare_model
-            return None, [f"{setting}: {MISSING_MODEL}. {_made_by(script, path)}"]
-        if path.exists():
-            return None, [f"{setting}: it is a file, not a Hugging Face checkpoint's folder"]
-        return None, [f"{setting}: no such folder. Download the model and set the path (make recipe-NAME MODEL=/path/to/model)"]
-    if not (path / "config.json").is_file():
-        return None, [f"{setting}: no config.json in it, so it is not a Hugging Face checkpoint"]
-    found = []
-    missing = _missing_weights(path)
-    if missing:
-        found.append(f"{setting}: weights are missing: {missing}")
-    try:
-        model = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError) as error:
-        return None, [*found, f"{setting}: its config.json cannot be used: {str(error).partition(chr(10))[0]}"]
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make an empty tokenizer
-        return model, [*found, f"{setting}: its tokenizer cannot be loaded: none of {', '.join(TOKENIZER_FILES)} is in it"]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # what it raises for a damaged or missing file differs from file to file
-        return model, [*found, f"{setting}: its tokenizer cannot be loaded: {str(error).partition(chr(10))[0]}"]
-    if model.vocab_size < len(tokenizer):
-        found.append(f"{setting}: vocab_size {model.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens")
+    if config.jetrl.prepare_model and path == Path(config.jetrl.model_dir) and not path.is_dir():
+        script = Path(config.jetrl.recipe_dir) / config.jetrl.prepare_model
+        return None, [f"actor_rollout_ref.model.path={path}: {MISSING_MODEL}. {_made_by(script, path)}"]
+    model, found = folder(path)
+    found = [f"actor_rollout_ref.model.path={path}: {problem}" for problem in found]
+    if model is None:
+        return None, found
     length = config.data.max_prompt_length + config.data.max_response_length
     if length > model.max_position_embeddings:
         found.append(
@@ -309,31 +316,46 @@ def _model(config: DictConfig) -> tuple[PretrainedConfig | None, list[str]]:
     return model, found
 
 
-def _missing_weights(path: Path) -> str:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            return f"{index.name} is damaged ({error!r})"
-    else:
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            return "" if any(path.glob("*.bin")) else "no *.safetensors"
-    return ", ".join(filter(None, map(_unusable, files)))
+def folder(path: Path, whole: bool = True) -> tuple[PretrainedConfig | None, list[str]]:
+    """The model of a Hugging Face checkpoint's folder, None where nothing tells, and what is wrong with the folder: with
+    config.json alone unless ``whole``."""
+    if not path.is_dir():
+        if path.exists():
+            return None, ["it is a file, not a Hugging Face checkpoint's folder"]
+        return None, ["no such folder. Download the model and set the path (make recipe-NAME MODEL=/path/to/model)"]
+    if not (path / "config.json").is_file():
+        return None, ["no config.json in it, so it is not a Hugging Face checkpoint"]
+    missing = weight_files.missing(path) if whole else ""
+    found = [f"weights are missing: {missing}"] if missing else []
+    try:
+        config = AutoConfig.from_pretrained(path)
+        model = config.get_text_config()
+    except (OSError, ValueError) as error:
+        return None, [*found, f"its config.json cannot be used: {str(error).partition(chr(10))[0]}"]
+    if not whole:
+        return model, found
+    if not missing:
+        found += _checked("weights", lambda: weight_files.different(path, config))
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make an empty tokenizer
+        return model, [*found, f"its tokenizer cannot be loaded: none of {', '.join(TOKENIZER_FILES)} is in it"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # what it raises for a damaged or missing file differs from file to file
+        return model, [*found, f"its tokenizer cannot be loaded: {str(error).partition(chr(10))[0]}"]
+    if model.vocab_size < len(tokenizer):
+        found.append(f"vocab_size {model.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens")
+    return model, found
 
 
-def _unusable(file: Path) -> str:
-    """The file's name and what is wrong with it: absent, cut short, or a Git LFS pointer; "" when its header fits."""
-    if not file.is_file():
-        return file.name
-    if file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except Exception as error:  # the library's own exception type is not public
-            return f"{file.name} is damaged or not downloaded ({error})"
-    return ""
+def decoder(model: PretrainedConfig) -> list[str]:
+    """What the shared decoder refuses about the model, by making one without memory."""
+    try:
+        with torch.device("meta"):
+            Decoder(model)
+        rope_table(model, 1)
+    except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
+        return [f"its config.json does not fit: {error}"]
+    return []
 
 
 def _seeds(config: DictConfig) -> list[str]:
@@ -390,7 +412,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         found += stock_fp8_problems(model)
     if flow.fp8:
         found += _fp8_training(config)
-        found += _decoder(model)
+        if model is not None and model.model_type in SUPPORTED_MODELS:
+            found += [f"actor_rollout_ref.model.path: {problem}" for problem in decoder(model)]
         found += _arena(config, model)
     if flow.exact:
         found += _exact(config, model)
@@ -402,13 +425,13 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size", actor_rollout_ref.rollout.pipeline_model_parallel_size, 1),
         ("actor_rollout_ref.model.use_fused_kernels", actor_rollout_ref.model.use_fused_kernels, False),
         ("actor_rollout_ref.actor.checkpoint.async_save", actor_rollout_ref.actor.checkpoint.async_save, False),
+        ("trainer.use_v1", config.trainer.use_v1, True),
+        ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, "sync"),
     ):
         if value != needed:
-            found.append(f"{setting}={value}: the fork runs with {setting.rpartition('.')[2]}={needed} only")
+            name = setting.rpartition(".")[2]
+            found.append(f"{setting}={_shown(value)}: the fork runs with {name}={_shown(needed)} only; set it to that")
     found += _tensor_parallel(config, flow, model)
-    mode = config.trainer.v1.trainer_mode
-    if mode != "sync" or not config.trainer.use_v1:
-        found.append(f"trainer.v1.trainer_mode={mode}: the fork's recipes run the synchronous V1 trainer; set it to sync")
     return found
 
 
@@ -428,19 +451,6 @@ def stock_fp8_problems(model: PretrainedConfig) -> list[str]:
         f"actor_rollout_ref.rollout.quantization=fp8 with {', '.join(wrong)}: vLLM's own block FP8 is right for multiples of "
         f"{BLOCK} only. Run the arms bf16, jetrl or jetrl-exact"
     ]
-
-
-def _decoder(model: PretrainedConfig | None) -> list[str]:
-    """What the shared decoder refuses about the model, by making one without memory."""
-    if model is None or model.model_type not in SUPPORTED_MODELS:
-        return []
-    try:
-        with torch.device("meta"):
-            Decoder(model)
-        rope_table(model, 1)
-    except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
-        return [f"actor_rollout_ref.model.path: its config.json does not fit: {error}"]
-    return []
 
 
 def _fp8_training(config: DictConfig) -> list[str]:
