@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from benchmarks.engines import Engine, Settings
 from benchmarks.rollout import RESULTS, compile_kernels, figures_of_parts, prompts, provenance_of, stored
 from benchmarks.shapes import QWEN2_5_7B, QWEN3_8B, SMOLLM2_135M, save_config
-from benchmarks.tables import fill, markdown
+from benchmarks.tables import fill, markdown, result_of
 from benchmarks.timing import Clock
 from benchmarks.train import synchronize
 from benchmarks.trainers import restart_as_run
@@ -49,6 +49,7 @@ from verl.jetrl import metric_names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.environment import RUN_ID, run_tmp
 from verl.jetrl.parity import device, random_weights, trainer_side
+from verl.jetrl.report.load import ReportError, load_arms, read_segment
 
 if TYPE_CHECKING:
     from verl.jetrl.trainer.masters import Masters
@@ -315,7 +316,6 @@ def add_job(out: Path, folder: Path) -> None:
     Raises ReportError where there is none, or no step of it was verified.
     """
     from verl.jetrl.memory_plan import gpus
-    from verl.jetrl.report.load import ReportError, load_arms, read_segment
 
     (arm,) = load_arms(folder, [JOB_ARM])
     run = folder / arm.name
@@ -401,7 +401,9 @@ def cost_tables(cost: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--quick", action="store_true", help="tiny shapes: checks the script itself, also without a GPU")
     parser.add_argument("--gates", action="store_true", help="only check that both sides' log-probs are equal")
@@ -414,10 +416,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "exact.json")
     args = parser.parse_args()
     if args.docs:
-        fill(ROOT / "docs" / "exact.md", report(stored(args.out)))
+        fill(ROOT / "docs" / "exact.md", report(result_of(args.out)))
         return
     if args.jobs:
-        return add_job(args.out, args.jobs)
+        try:
+            return add_job(args.out, args.jobs)
+        except ReportError as error:
+            parser.error(f"--jobs: {error}")
     if not torch.cuda.is_available() and not args.quick:
         sys.exit("benchmarks.exact needs a Hopper GPU; --quick --out FILE checks the script on a CPU")
     command = " ".join(["python -m benchmarks.exact", *sys.argv[1:]])
@@ -427,6 +432,8 @@ def main() -> None:
             parser.error(f"unknown {', '.join(unknown)}; there are cases {', '.join(GATES)} and modes {', '.join(MODES)}")
         if args.model and len(cases) != 1:
             parser.error("--model needs --cases with the one case that the checkpoint is of")
+        if args.model and not (args.model / "config.json").is_file():
+            parser.error(f"--model {args.model}: no config.json in it, so it is not a Hugging Face checkpoint")
         if failed := run_gates(cases, modes, args.model, args.quick, args.out, command):
             sys.exit(f"NOT equal: {', '.join(failed)}")
         return

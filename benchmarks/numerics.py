@@ -485,18 +485,24 @@ def samples_of(path: Path, *names: str) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.numerics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="*", default=["gradients", "sft"], choices=["gradients", "sft", "seeds", "band"])
+    parser.add_argument("--parts", nargs="+", default=["gradients", "sft"], choices=["gradients", "sft", "seeds", "band"])
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/training.md")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of the SFT runs (default %(default)s)")
     parser.add_argument("--grpo", type=Path, metavar="RUN", help="folder of the FP8 run; nothing else is measured")
     parser.add_argument("--bf16", type=Path, nargs="*", default=[], metavar="RUN", help="folders of the BF16 runs for --grpo")
     args = parser.parse_args()
     if args.docs:
-        from benchmarks.tables import fill
+        from benchmarks.tables import fill, result_of
 
-        return fill(ROOT / "docs" / "training.md", report(json.loads(args.out.read_text())))
+        return fill(ROOT / "docs" / "training.md", report(result_of(args.out)))
+    if args.bf16 and not args.grpo:
+        parser.error("--bf16 needs --grpo with the FP8 run")
+    if args.steps < WINDOW:
+        parser.error(f"--steps {args.steps}: it must be {WINDOW} or more")
     if args.grpo:
         parts = {"grpo": grpo(args.grpo, args.bf16)}
     else:

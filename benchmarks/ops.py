@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.tables import fill, markdown
+from benchmarks.tables import fill, markdown, result_of
 from benchmarks.timing import Clock
 from verl.jetrl.fp8 import gemm, ops
 from verl.jetrl.fp8.linear import SAVED, Wgrad, fp8_linear, fp8_swiglu_mlp
@@ -549,14 +549,16 @@ def report(result: dict) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds")
     parser.add_argument("--docs", action="store_true", help="only write the tables of --out into docs/fp8.md")
-    parser.add_argument("--sections", nargs="*", default=SECTIONS, choices=SECTIONS)
+    parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     args = parser.parse_args()
     if args.docs:
-        fill(DOCS, report(json.loads(args.out.read_text())))
+        fill(DOCS, report(result_of(args.out)))
         return
     if not torch.cuda.is_available() and not args.quick:
         sys.exit("benchmarks.ops needs a Hopper GPU; --quick --out FILE checks the script on a CPU")

@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from benchmarks.engines import ZMQ_HANDLE, Engine, Settings
 from benchmarks.shapes import QWEN3_8B, linears, save_config
-from benchmarks.tables import fill, markdown
+from benchmarks.tables import fill, markdown, result_of
 from benchmarks.traces import PREFILL, STEPS, kernel_times
 from verl.jetrl.environment import KERNEL_CACHE
 from verl.jetrl.preflight import stock_fp8_problems
@@ -372,9 +372,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.docs:
+        for name in ("rollout", "sync", "mismatch"):
+            result_of(args.out / f"{name}.json")
         for page in (ROOT / "docs" / "rollout.md", ROOT / "README.md"):
             fill(page, report(args.out))
         return
+    arms, raw = args.arms.split(","), args.out / "rollout_samples.json"
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: no config.json in it, so it is not a Hugging Face checkpoint")
+    earlier = result_of(raw) if args.add else {}
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.rollout needs a Hopper GPU")
     os.environ.setdefault("JETRL_RUN", f"bench-{os.getpid()}")
     os.environ["VERL_REPLICA_RANK"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -384,21 +394,20 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     kv_bytes = (4 if args.quick or args.model else 38) * GB
     settings = Settings(model=args.model or Path("/tmp/jetrl-bench-model"), kv_bytes=kv_bytes, max_model_len=4352)
-    arms, asked = args.arms.split(","), None
+    asked = None
     if args.model:
         asked = texts(args.model)
         arms = arms_of(AutoConfig.from_pretrained(args.model), arms)
         # As much as 16 prompts need: fewer kernels to compile, fewer graphs to capture.
         few = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "capture_sizes": [1, 2, 4, 8, 16]}
         settings = replace(settings, max_model_len=2048, **few)
-    raw = args.out / "rollout_samples.json"
     provenance = {"device": str(torch.cuda.get_device_properties(0).uuid), "layers": args.layers, "quick": args.quick}
     command = " ".join(["python -m benchmarks.rollout", *sys.argv[1:]])
     samples: dict[str, Any] = {k: {} for k in ("start_seconds", "update", "update_extra_bytes", "mismatch", "rollout")}
     recipe = OmegaConf.load(ROOT / "recipes" / "qwen3-8b" / "base.yaml")
     samples |= {"commands": [], "run_on": provenance, "verify_weights_every": recipe.jetrl.verify_weights_every}
     if args.add:
-        samples |= json.loads(raw.read_text())
+        samples |= earlier
         if samples["run_on"] != provenance:
             parser.error(f"--add: {raw} is of {samples['run_on']}, this run of {provenance}")
     samples["commands"].append(command)

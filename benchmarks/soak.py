@@ -31,7 +31,7 @@ import psutil
 from verl.jetrl import device_memory, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import nearest, writable, write_atomically
-from verl.jetrl.compose import arms
+from verl.jetrl.compose import RecipeError, compose
 from verl.jetrl.report.load import read_segment, read_status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,7 +277,9 @@ def soak(arm: str, steps: int, every_s: float, runs: Path, overrides: Sequence[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--arm", default="jetrl")
     parser.add_argument("--steps", type=int, default=300)
@@ -288,9 +290,10 @@ def main() -> None:
     # Before the run, which takes long: what would lose its result.
     if args.steps < 2 or args.every <= 0:
         parser.error("--steps must be 2 or more, --every above 0")
-    known = arms(ROOT / RECIPE)
-    if args.arm not in known:
-        parser.error(f"no arm {args.arm}; there are {', '.join(known)}")
+    try:
+        compose(ROOT / RECIPE, args.arm, Path("runs"), args.overrides)
+    except RecipeError as error:
+        parser.error(str(error))
     if args.out.is_dir() or not writable(nearest(args.out.resolve().parent)):
         parser.error(f"--out {args.out} cannot be written")
     runs = args.runs.resolve() if args.runs else Path(tempfile.mkdtemp(prefix="soak-"))

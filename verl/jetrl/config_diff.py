@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 
 class _Absent:
@@ -66,13 +67,20 @@ def format_diff(rows: list[tuple[str, Any, Any]], name_a: str, name_b: str) -> s
 
 
 def load_config(path: Path) -> DictConfig:
-    """Read a YAML file that holds a mapping. Raises ``FileNotFoundError``, or ``ValueError`` for anything else."""
+    """Read a YAML file that holds a mapping, its interpolations resolved.
+
+    Raises ``FileNotFoundError``, or ``ValueError`` for anything else.
+    """
     try:
         config = OmegaConf.load(path)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no YAML: {error}") from error
     if not isinstance(config, DictConfig):
         raise ValueError(f"{path}: not a mapping of keys to values")
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {str(error).partition(chr(10))[0]}") from error
     return config
 
 
@@ -122,11 +130,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for path in (args.a, args.b):
         if not path.exists() or path.is_dir():  # a pipe will do
-            parser.error(f"{path}: no such file")
-    name_a, name_b = args.names.split(",") if args.names else (_name(args.a), _name(args.b))
-    if name_a == name_b:
-        name_a, name_b = str(args.a), str(args.b)
-    configs = [load_config(path) for path in (args.a, args.b)]
+            parser.error(f"{path}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
+    names = [_name(args.a), _name(args.b)] if args.names is None else args.names.split(",")
+    if len(names) != 2 or not all(names):
+        parser.error(f"--names {args.names}: give two names, separated by a comma")
+    name_a, name_b = names if names[0] != names[1] else (str(args.a), str(args.b))
+    try:
+        configs = [load_config(path) for path in (args.a, args.b)]
+    except ValueError as error:
+        parser.error(str(error))
     for name, config in zip((name_a, name_b), configs, strict=True):
         if not config:
             parser.error(f"{name}: no configuration in it")

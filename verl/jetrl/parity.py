@@ -23,7 +23,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl.jetrl.checkpoints import write_atomically
+from verl.jetrl.checkpoints import writable, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -402,7 +402,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return outcome
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m verl.jetrl.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -421,14 +421,33 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="compilation and CUDA graphs on; compares log-probs only")
     parser.add_argument("--not-exact", action="store_true", help="vLLM's own attention, as without exact mode")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the arena's files go
+    args = parser.parse_args(argv)
+    for option, least in {"prompts": 1, "prompt": 1, "tokens": 1, "batched_tokens": 1, "updates": 0, "kv_mb": 0}.items():
+        if getattr(args, option) < least:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: it must be {least} or more")
+    if not 0 < args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature}: it must be above 0")
+    if args.json and (args.json.is_dir() or not writable(args.json.resolve().parent)):
+        parser.error(f"--json {args.json} cannot be written")
 
-    from verl.jetrl.compose import machine
+    from verl.jetrl import preflight
+    from verl.jetrl.compose import RecipeError, machine
     from verl.jetrl.environment import RUN_ID, machine_environment, run_tmp
 
+    try:
+        here = machine()
+    except RecipeError as error:
+        parser.error(str(error))
+    model, found = preflight.folder(args.model, whole=not args.random)
+    if not found:
+        found = preflight.decoder(model)
+    if not found and args.prompt + args.tokens > model.max_position_embeddings:
+        found = [f"--prompt + --tokens exceeds its max_position_embeddings {model.max_position_embeddings}"]
+    if found:
+        parser.error(f"{args.model}: {'; '.join(found)}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the arena's files go
     run_id = f"parity-{os.getpid()}"
-    os.environ.update({**machine_environment(machine()), **os.environ, RUN_ID: run_id})
+    os.environ.update({**machine_environment(here), **os.environ, RUN_ID: run_id})
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has a CUDA context
     atexit.register(shutil.rmtree, run_tmp(run_id), ignore_errors=True)
     equal = run(args)["equal"]

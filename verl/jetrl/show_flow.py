@@ -14,13 +14,13 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl.jetrl import flow_check
+from verl.jetrl import flow_check, preflight
 from verl.jetrl.compose import RecipeError, arms, compose, machine
 from verl.jetrl.environment import RUN_ID, machine_environment, run_tmp
 from verl.jetrl.precision import PrecisionFlow
@@ -84,25 +84,28 @@ def _arena(path: str) -> Iterator[None]:
         arena.close()
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m verl.jetrl.show_flow", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--arms", help="comma-separated arms (default: all)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args(argv)
+    try:
+        chosen = arms(args.recipe) if args.arms is None else [arm.strip() for arm in args.arms.split(",")]
+        configs = {arm: compose(args.recipe, arm, Path("runs") / args.recipe.name / arm, args.overrides) for arm in chosen}
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if found := list(dict.fromkeys(problem for config in configs.values() for problem in preflight.of_the_trees(config))):
+        print(f"recipe {args.recipe.name} cannot be shown:", *(f"  - {p}" for p in found), sep="\n", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the arena's files go
     run_id = f"flow-{os.getpid()}"
     os.environ.update({**machine_environment(machine()), **os.environ, RUN_ID: run_id})
     atexit.register(shutil.rmtree, run_tmp(run_id), ignore_errors=True)
     code = 0
-    try:
-        chosen = args.arms.split(",") if args.arms else arms(args.recipe)
-        configs = {arm: compose(args.recipe, arm, Path("runs") / args.recipe.name / arm, args.overrides) for arm in chosen}
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     for arm, config in configs.items():
         rows = flow_check.compare(trainer_rows(config), rollout_rows(config))
         print(f"{arm}\n{flow_check.table(rows)}\n", flush=True)

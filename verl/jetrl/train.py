@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from pprint import pformat
 
@@ -17,7 +19,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
 from verl.jetrl import patching
-from verl.jetrl.compose import compose
+from verl.jetrl.compose import RecipeError, compose
 
 
 @ray.remote
@@ -50,21 +52,26 @@ class JetRLTaskRunner:
             tq.close()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.jetrl.train", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("arm")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, as for verl: trainer.total_training_steps=5")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     patching.require_active("verl")
-    config = compose(args.recipe, args.arm, args.run_dir, args.overrides)
+    try:
+        config = compose(args.recipe, args.arm, args.run_dir, args.overrides)
+    except RecipeError as error:
+        print(f"RecipeError: {error}", file=sys.stderr)  # so written, verl.jetrl.run finds it in the log
+        return 2
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     print(pformat(OmegaConf.to_container(config.jetrl)), flush=True)
     run_ppo(config, JetRLTaskRunner)
+    return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    main()
+    sys.exit(main())

@@ -7,6 +7,7 @@ One after the other they delay a first start by minutes, side by side by seconds
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -107,5 +108,11 @@ def precompile(jobs: list[Job], device: torch.device) -> None:
         done.touch()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl.jetrl.fp8.precompile", description=__doc__.splitlines()[0])
+    parser.add_argument("jobs", metavar="JOBS", type=json.loads, help="JSON: a list of [kind, rows, N, K]; kind: fp8 or bf16")
+    run([tuple(job) for job in parser.parse_args().jobs], torch.device("cuda", 0))
+
+
 if __name__ == "__main__":
-    run([tuple(job) for job in json.loads(sys.argv[1])], torch.device("cuda", 0))
+    main()
