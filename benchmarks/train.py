@@ -669,7 +669,7 @@ def rows(samples: dict) -> list[dict[str, Any]]:
 
 
 def sides(rates: dict[tuple[str, int], float]) -> dict[int, tuple[float, float, float]]:
-    """By length, of tokens/s by arm and length: the fastest BF16 arm's, fp8's, and those of the faster of fp8 and fp8_deferred."""
+    """Of tokens/s by arm and length, by length: the fastest BF16 arm's, fp8's, the faster's of fp8 and fp8_deferred."""
     found = {}
     for length in sorted({n for _, n in rates}):
         bf16 = max((rate for (arm, n), rate in rates.items() if arm.startswith("bf16") and n == length), default=0.0)
