@@ -3,6 +3,7 @@
     python -m benchmarks.soak                                # 300 steps; writes benchmarks/results/soak.json
     python -m benchmarks.soak --steps 10 --out FILE          # tries it
     python -m benchmarks.soak --arm jetrl-exact --steps 50 --out FILE trainer.save_freq=5
+    python -m benchmarks.soak --docs                         # writes the table of all results into docs/training.md
 
 The run is ``python -m verl.jetrl.run`` as anyone starts it.  Each process of it is sampled a few times per step: its own
 memory (resident, without the pages of files and of /dev/shm), open files and threads, GPU memory; and the machine: /dev/shm.
@@ -28,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.tables import fill, markdown, result_of
 from verl.jetrl import device_memory, processes
 from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import nearest, writable, write_atomically
@@ -51,6 +53,7 @@ BOUNDS = {
     "gpu_mib": 0.25,
     "gpu_peak_mib": 0.25,
 }
+COMPUTING = {"the trainer": "ray::WorkerDict", "the rollout": "VLLM::Worker"}
 NOTES = {
     "growth_*_per_step": "Theil-Sen slope over the last two thirds of the steps of the step's smallest sample (gpu_peak_mib: "
     "largest). Sums over the run's processes, its launcher included; gpu_*: likewise, or, where the driver does not say what a "
@@ -276,6 +279,25 @@ def soak(arm: str, steps: int, every_s: float, runs: Path, overrides: Sequence[s
     }
 
 
+def stored() -> list[Path]:
+    """The result files: of the arm jetrl first."""
+    return sorted(RESULTS.parent.glob("soak*.json"), key=lambda path: (path != RESULTS, path))
+
+
+def report(results: Sequence[Mapping]) -> str:
+    """Growth per step of every quantity, and of the memory of the two processes that compute, run by run, in Markdown."""
+    runs = [{row["quantity"]: row["growth per step"] for row in result["tables"]["quantities"]} for result in results]
+    for run, result in zip(runs, results, strict=True):
+        roles = {row["role"]: row["memory_mib per step"] for row in result["tables"]["roles"]}
+        run |= {f"memory_mib of {name}": roles.get(role) for name, role in COMPUTING.items()}
+        run["left behind"] = len(result["left_behind"])
+    names = [*(name for name in BOUNDS if any(name in run for run in runs)), *(n for n in runs[0] if n not in BOUNDS)]
+    header = ["growth per step", "bound", *(f"{r['run']['arm']}, {r['device']['name']}" for r in results)]
+    rows = [[name, BOUNDS.get(name, 0 if name == "left behind" else None), *(run.get(name) for run in runs)] for name in names]
+    commands = "".join(f"`{result['command']}`\n\n" for result in results)
+    return commands + markdown(header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,7 +308,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between samples (default %(default)s)")
     parser.add_argument("--runs", type=Path, help="keep the run here (default: a folder that goes when it has finished)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: trainer.save_freq=5")
+    parser.add_argument("--docs", action="store_true", help="only write the table of all results into docs/training.md")
     args = parser.parse_intermixed_args()
+    if args.docs:
+        return fill(ROOT / "docs" / "training.md", {"soak": report([result_of(path) for path in stored()])})
     # Before the run, which takes long: what would lose its result.
     if args.steps < 2 or args.every <= 0:
         parser.error("--steps must be 2 or more, --every above 0")
@@ -302,8 +327,6 @@ def main() -> None:
         shutil.rmtree(runs)  # a run that failed stays, with its log
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out, re.sub(r"\n {4,}", " ", json.dumps(result, indent=1)) + "\n")
-    from benchmarks.tables import markdown
-
     for rows in result["tables"].values():
         print("\n" + markdown(list(rows[0]), [list(row.values()) for row in rows]))
     print(f"\nleft behind: {', '.join(result['left_behind']) or 'nothing'}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import exact, numerics, ops, rollout, runs, train
+from benchmarks import exact, numerics, ops, rollout, runs, soak, train
 from benchmarks.tables import fill, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +33,7 @@ def test_pages_show_the_results(name, tmp_path):
     trained = json.loads((RESULTS / "train.json").read_text())
     fill(page, {"train": train.report(trained), "train_summary": train.headlines(trained)})
     fill(page, numerics.report(json.loads((RESULTS / "numerics.json").read_text())))
+    fill(page, {"soak": soak.report([json.loads(path.read_text()) for path in soak.stored()])})
     fill(page, exact.report(rollout.stored(RESULTS / "exact.json")))
     for shown in runs.PAGES.values():
         fill(page, {shown.table: runs.table(json.loads((RESULTS / f"{shown.table}.json").read_text()))})
