@@ -1,7 +1,7 @@
 # make help lists the targets.  Every target sets up what it needs; a second run does not install again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync bench-train bench-numerics bench-soak bench-exact parity
+.PHONY: help setup demo test test-gpu lint lock patches docker clean-runs bench-ops bench-rollout bench-sync bench-train bench-jobs bench-numerics bench-soak bench-exact parity
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -66,6 +66,9 @@ bench-sync: bench-rollout ## the same: one run measures all three
 
 bench-train: setup ## training phase of FP8 and BF16 on one or two Hopper GPUs -> benchmarks/results/train.json; ARGS="--arms fp8,bf16"
 	$(PY) -m benchmarks.train $(ARGS)
+
+bench-jobs: setup ## peaks of whole Qwen3-8B jobs, BF16 and FP8, on all Hopper GPUs -> benchmarks/results/train.json; ARGS="--cases plain"
+	$(PY) -m benchmarks.jobs $(ARGS)
 
 bench-numerics: setup ## gradient errors and loss curves of FP8 and BF16, GPU or not -> numerics.json; ARGS="--grpo RUN --bf16 RUN RUN RUN"
 	$(PY) -m benchmarks.numerics $(ARGS)

@@ -3,7 +3,7 @@
     python -m benchmarks.train                        # what the visible GPUs allow -> benchmarks/results/train.json
     python -m benchmarks.train --parts 8b --arms fp8,bf16_fused
     python -m benchmarks.train --quick --out x.json   # tiny shapes, also without a GPU: checks the script itself
-    python -m benchmarks.train --jobs runs/qwen3-8b   # adds the peaks of whole runs of a recipe's arms
+    python -m benchmarks.train --jobs runs/qwen3-8b   # adds whole runs' peaks; benchmarks.jobs makes such runs
     python -m benchmarks.train --docs                 # writes the tables of --out into docs/training.md, README.md
 
 verl's engine, built from a recipe's configuration as verl's worker builds it, on random weights: no Ray, no rollout.  Part
@@ -607,11 +607,18 @@ def add_jobs(out: Path, folder: Path) -> None:
             "checkpointing": root.model.enable_gradient_checkpointing,
             "tokens": root.actor.ppo_max_token_len_per_gpu,
             "gpu_memory_utilization": root.rollout.gpu_memory_utilization,
+            "length": root.rollout.max_model_len,
+            "eager": root.rollout.enforce_eager,
         }
         arena = root.actor.fsdp_config.arena if root.actor.fsdp_config.precision_flow.linear == "fp8" else None
         name = arm.name + ("" if arena in (None, "replicated") else f", arena={arena}")
         peaks = jobs.setdefault(json.dumps(settings), {})
-        peaks[name] = {"peak_gib": arm.status.peak_device_gb, "device": arm.status.device, "steps": arm.status.total_steps}
+        peaks[name] = {
+            "peak_gib": arm.status.peak_device_gb,
+            "device": arm.status.device,
+            "steps": arm.status.total_steps,
+            "command": arm.status.command,
+        }
     write(out, result)
 
 

@@ -104,6 +104,7 @@ REFUSED = [
     ("benchmarks.exact", ["--docs", "--out", "{tmp}/none.json"], "{tmp}/none.json: no such file"),
     ("benchmarks.exact", ["--jobs", "{tmp}/none"], "--jobs: {tmp}/none: no such folder"),
     ("benchmarks.exact", ["--quick", "--gates", "--cases", "smollm2_135m", "--model", "{tmp}"], "{tmp}: no config.json"),
+    ("benchmarks.jobs", ["--cases", "none"], "unknown cases ['none']"),
     ("benchmarks.numerics", ["--docs", "--out", "{tmp}/none.json"], "{tmp}/none.json: no such file"),
     ("benchmarks.numerics", ["--bf16", "{tmp}"], "--bf16 needs --grpo"),
     ("benchmarks.numerics", ["--parts"], "argument --parts: expected at least one"),
@@ -133,7 +134,7 @@ def test_what_does_not_fit_is_one_message(command, tmp_path, name, arguments, me
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
 def test_a_benchmark_of_the_gpu_says_so(command):
-    for name in ("rollout", "exact", "ops", "train"):
+    for name in ("rollout", "exact", "ops", "train", "jobs"):
         code, said = command(f"benchmarks.{name}")
         assert code == 1 and said.startswith(f"benchmarks.{name} needs ")
 

@@ -112,8 +112,9 @@ def test_peaks_of_whole_runs(tmp_path):
         (folder / "status.json").write_text(json.dumps(status))
         flow = {"linear": "fp8" if arm == "jetrl" else "bf16"}
         actor = {"ppo_max_token_len_per_gpu": 8192, "fsdp_config": {"arena": arena, "precision_flow": flow}}
+        rollout = {"gpu_memory_utilization": 0.5, "max_model_len": 512, "enforce_eager": False}
         model = {"path": "/models/Qwen3-8B", "enable_gradient_checkpointing": checkpointing}
-        ref = {"model": model, "actor": actor, "rollout": {"gpu_memory_utilization": 0.5}}
+        ref = {"model": model, "actor": actor, "rollout": rollout}
         config = {"actor_rollout_ref": ref, "trainer": {"nnodes": 1, "n_gpus_per_node": 2}}
         (folder / "config.yaml").write_text(json.dumps(config))
 

@@ -35,6 +35,7 @@ class Status:
     ended: float | None = None
     error: str | None = None
     device: str | None = None
+    command: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     peak_device_gb: float | None = None  # in use on the fullest GPU, by all processes: what the launcher saw twice a second
 
