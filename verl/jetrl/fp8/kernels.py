@@ -65,7 +65,7 @@ else:
 
 
 # Arguments that follow from the number of tokens.  Triton would compile a kernel of its own for those that 16 divides, and one
-# for 1: seconds in the midst of a run, step after step, for loads and stores that are as wide without it.
+# for 1: seconds in the midst of a run, each step, for loads and stores that are as wide without it (rstd of two rows is not).
 TOKEN_SIZES = ["M", "stride_s", "stride_xs", "stride_st_k", "stride_st_m", "programs"]
 
 _NATIVE = tl.constexpr(NATIVE)
