@@ -48,7 +48,8 @@ patches: setup ## the patch catalogue, and whether each patch is active
 	@$(PY) -m verl.jetrl.show_patches
 
 flow-%: setup ## the precision-flow table of every arm of a recipe: make flow-tiny
-	@$(PY) -m verl.jetrl.show_flow recipes/$* $(if $(ARMS),--arms $(ARMS)) $(OVERRIDES)
+	@$(PY) -m verl.jetrl.show_flow recipes/$* $(if $(ARMS),--arms $(ARMS)) \
+		$(if $(MODEL),actor_rollout_ref.model.path=$(abspath $(MODEL))) $(OVERRIDES)
 
 parity: setup ## first operator in which rollout and trainer differ: make parity MODEL=recipes/tiny/model ARGS="--tokens 100"
 	$(PY) -m verl.jetrl.parity $(or $(MODEL),recipes/tiny/model) $(ARGS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_cases import STEP, ranks
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from verl.jetrl import checkpoints, run
 from verl.jetrl.checkpoints import CheckpointError
+from verl.jetrl.precision import PrecisionFlow
 
 
 def held(folder: Path, case: str, rank: int = 0) -> dict:
@@ -147,6 +151,153 @@ def test_shards_of_gpus_are_read_and_written_without_one():
         checkpoints.rows([columns])
     with pytest.raises(CheckpointError, match="not sharded differs between ranks"):
         checkpoints.rows([torch.ones(2), torch.zeros(2)])
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def made(folder: Path, step: int) -> Path:
+    """A whole checkpoint, as far as its folder tells."""
+    actor = folder / f"global_step_{step}" / "actor"
+    actor.mkdir(parents=True)
+    (actor / "model.pt").write_text("weights")
+    checkpoints.mark_complete(folder, step)
+    return actor.parent
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Function that gives the engine of one start: of verl's saving, what removes and counts, on rank 0."""
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+    from verl.jetrl.trainer.engine import JetRLEngine
+
+    def save(self, local_path, hdfs_path, global_step, max_ckpt_to_keep):
+        self.checkpoint_manager.ensure_checkpoint_capacity(max_ckpt_to_keep)
+        made(Path(local_path).parent.parent, global_step)
+        self.checkpoint_manager.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    monkeypatch.setattr(JetRLEngine.__mro__[1], "save_checkpoint", save)
+
+    def start(flow: PrecisionFlow) -> JetRLEngine:
+        one = object.__new__(JetRLEngine)
+        one.engine_config = SimpleNamespace(precision_flow=flow)
+        one.checkpoint_manager = object.__new__(BaseCheckpointManager)
+        one.checkpoint_manager.previous_saved_paths = []
+        return one
+
+    return start
+
+
+@pytest.mark.parametrize("flow", [PrecisionFlow(), PrecisionFlow(linear="fp8")], ids=["bf16", "fp8"])
+def test_a_run_keeps_so_many_checkpoints_however_often_it_starts(engine, flow, tmp_path):
+    def saved_by_a_start(*steps: int, keep: int | None) -> list[int]:
+        one = engine(flow)
+        for step in steps:
+            one.save_checkpoint(f"{tmp_path}/global_step_{step}/actor", None, step, keep)
+        return list(checkpoints.whole(tmp_path))
+
+    assert saved_by_a_start(2, 4, 6, keep=None) == [2, 4, 6]
+    shutil.rmtree(tmp_path / "global_step_4/actor")  # pruned: nothing to count
+    assert saved_by_a_start(8, keep=2) == [6, 8]
+    assert saved_by_a_start(10, keep=2) == [8, 10]
+    assert saved_by_a_start(100, keep=3) == [8, 10, 100], "numbers, not text"
+    assert saved_by_a_start(20, 30, keep=2) == [20, 30, 100], "a run that went back leaves what is later"
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A JetRLTrainer that can save and fetch prompts, at step 8."""
+    from verl.jetrl.trainer.ppo import JetRLTrainer
+
+    one = object.__new__(JetRLTrainer)
+    settings = {"trainer": {"default_local_dir": str(tmp_path)}, "data": {"train_batch_size": 6, "gen_batch_size": None}}
+    one.config, one.global_steps = OmegaConf.create(settings), 8
+    return one
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What happens to files, in order: "name" is brought to the disk, "> name" replaced, "- name" removed."""
+    found: list[str] = []
+    fsync, replace, unlink = os.fsync, os.replace, Path.unlink
+
+    def note(event: str, action, *args, **kwargs) -> None:
+        found.append(event)
+        action(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: note(Path(os.readlink(f"/proc/self/fd/{fd}")).name, fsync, fd))
+    monkeypatch.setattr(os, "replace", lambda old, new: note(f"> {Path(new).name}", replace, old, new))
+    monkeypatch.setattr(Path, "unlink", lambda self, *args, **kwargs: note(f"- {self.name}", unlink, self, *args, **kwargs))
+    return found
+
+
+def test_the_mark_comes_when_all_is_on_the_disk(trainer, monkeypatch, tmp_path, events):
+    """And an older one goes before anything is written."""
+    made(tmp_path, 8)
+    events.clear()
+
+    def save(self) -> None:
+        events.append("verl saves")
+        (tmp_path / "global_step_8/actor/huggingface").mkdir()
+        for name in ("data.pt", "actor/optim.pt", "actor/huggingface/config.json"):
+            (tmp_path / "global_step_8" / name).write_text(name)
+
+    monkeypatch.setattr(type(trainer).__mro__[1], "_save_checkpoint", save)
+    trainer._save_checkpoint()
+    assert events[:3] == [f"- {checkpoints.MARK}", "global_step_8", "verl saves"]
+    saved, marked = events[3:-3], events[-3:]
+    files = ["data.pt", "actor", "model.pt", "optim.pt", "huggingface", "config.json"]
+    assert sorted(saved) == sorted([*files, "global_step_8", tmp_path.name])
+    assert marked[0].startswith(f".{checkpoints.MARK}.") and marked[1:] == [f"> {checkpoints.MARK}", "global_step_8"]
+
+
+def test_a_save_over_a_whole_checkpoint_that_is_killed_leaves_none(trainer, monkeypatch, tmp_path):
+    """A run that began anew, or went back, reaches a step that was saved before; or one of which verl left the mark."""
+    made(tmp_path, 4)
+    made(tmp_path, 8)
+
+    def killed_while_saving(self) -> None:
+        (tmp_path / "global_step_8/actor/model.pt").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(trainer).__mro__[1], "_save_checkpoint", killed_while_saving)
+    with pytest.raises(KeyboardInterrupt):
+        trainer._save_checkpoint()
+    assert list(checkpoints.whole(tmp_path)) == [4] and checkpoints.repair(tmp_path) == 4
+
+
+def test_resharded_files_are_on_the_disk_before_the_old_ones_go(tmp_path, events):
+    actor = made(tmp_path, 8) / "actor"
+    (actor / "model.pt").unlink()
+    for rank in range(2):
+        torch.save({"weight": torch.ones(3)}, checkpoints.shard_path(actor, "model", 2, rank))
+    (actor / checkpoints.FSDP_CONFIG).write_text('{"world_size": 2}')
+    events.clear()
+    assert checkpoints.reshard(actor, 1) == [actor]
+    new, (old, other) = "model_world_size_1_rank_0.pt", (f"- model_world_size_2_rank_{rank}.pt" for rank in range(2))
+    assert events[:3] == [f"{new}.partial", f"> {new}", "actor"]
+    assert events[3].startswith(f".{checkpoints.FSDP_CONFIG}.") and events[4:6] == [f"> {checkpoints.FSDP_CONFIG}", "actor"]
+    assert sorted(events[6:]) == [old, other]
+
+
+@pytest.mark.parametrize("chunk", [None, 6, 3, 1])
+def test_the_prompts_of_a_step_have_names_of_their_own(trainer, monkeypatch, chunk):
+    """However many fetches they come in: the queue keeps one of two prompts of one name, and a step would wait for both."""
+    from verl.utils import tensordict_utils as tu
+
+    trainer.config.data.gen_batch_size = chunk
+    left = iter(range(100))
+
+    def fetch(self):
+        indices = [next(left) for _ in range(chunk or 6)]
+        uids = np.array([f"random {index}" for index in indices], dtype=object)
+        return tu.get_tensordict({"index": np.array(indices, dtype=object), "uid": uids, "ids": torch.tensor(indices)})
+
+    monkeypatch.setattr(type(trainer).__mro__[1], "_fetch_one_gen_batch", fetch)
+    batch = trainer._next_train_batch()
+    assert list(batch["uid"]) == [f"s8p{i}" for i in range(6)] and batch["ids"].tolist() == list(range(6))
+    assert trainer._prompts == list(range(6)) and batch["global_steps"] == 8
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Real runs of recipes/tiny at small size: verl, Ray and vLLM, nothing mocked.
 
-Six jobs, each of a few steps: the three arms; the jetrl arm killed with SIGKILL and resumed; and one whose weight updates
-are dropped.  A seventh is stopped with SIGTERM while it starts.
+Seven jobs, each of a few steps: the three arms; the jetrl arm killed with SIGKILL and resumed; one whose weight updates are
+dropped; and one in a Ray that runs already.  An eighth is stopped with SIGTERM while it starts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl.jetrl import checkpoints, processes
@@ -252,6 +257,47 @@ def test_dropped_weight_updates_are_caught(root: Path, runs: Path) -> None:
     assert max(records(run), default=0) <= 1
     assert left_behind(run) == []
     assert time.monotonic() - started < 600
+
+
+@pytest.fixture
+def ray_head() -> Iterator[tuple[str, int]]:
+    """Address and process of a Ray that somebody else has started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must stay short
+    start = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}"]
+    start += [f"--temp-dir={folder}", "--num-cpus=16", "--num-gpus=1", "--object-store-memory=500000000"]
+    start += ["--include-dashboard=false", "--disable-usage-stats"]
+    with open(Path(folder) / "out", "wb") as out:
+        head = subprocess.Popen([Path(sys.executable).parent / "ray", *start], stdout=out, stderr=out, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while "--address=" not in (said := (Path(folder) / "out").read_text()):
+        assert head.poll() is None and time.monotonic() < deadline, said
+        time.sleep(0.5)
+    yield address, head.pid
+    started = psutil.Process(head.pid).children(recursive=True)
+    head.terminate()
+    head.wait(60)
+    psutil.wait_procs(started, timeout=30, callback=None)
+    shutil.rmtree(folder)
+
+
+def test_a_ray_that_runs_already_is_joined_and_stays(root: Path, runs: Path, ray_head: tuple[str, int]) -> None:
+    """Its workers do not inherit the run's environment; on a cluster every run is such a one."""
+    address, head = ray_head
+    before = {p.pid for p in psutil.Process(head).children(recursive=True)}
+    joined = f"+ray_kwargs.ray_init.address={address}"
+    result = subprocess.run(
+        command(root, runs / "joined", "jetrl", "trainer.total_training_steps=1", "trainer.save_freq=-1", joined),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    run = runs / "joined" / "tiny" / "jetrl"
+    assert result.returncode == 0, result.stderr[-3000:] + (run / "log.txt").read_text()[-3000:]
+    assert list(records(run)) == [1]
+    assert left_behind(run) == []
+    here = {p.pid for p in psutil.Process(head).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    assert {pid for pid in before if psutil.Process(pid).name() in ("gcs_server", "raylet")} <= here
 
 
 def test_sigterm_leaves_nothing(root: Path, runs: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import jobs
 from verl.jetrl.compose import compose
 
-HERE = ["actor_rollout_ref.model.path=recipes/tiny/model", "jetrl.least_gpu_memory_gb=null"]  # what a CPU has room for
+HERE = [f"actor_rollout_ref.model.path={jobs.DEMO / 'model'}", "jetrl.least_gpu_memory_gb=null"]  # what a CPU has room for
 
 
 @pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: f"{job.name}-{job.arm}")

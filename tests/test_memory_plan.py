@@ -114,6 +114,13 @@ def test_more_gpus_shard_masters_and_optimizer_but_not_the_arena(qwen3_8b):
 
 
 @pytest.mark.parametrize("arm", ["jetrl", "bf16"])
+def test_a_group_of_more_gpus_than_there_are_is_one_of_all(qwen3_8b, arm):
+    """So verl makes its device mesh."""
+    sized = planned(qwen3_8b, arm, f"{GPUS}=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8")[0]
+    assert sized.items == planned(qwen3_8b, arm, f"{GPUS}=2")[0].items
+
+
+@pytest.mark.parametrize("arm", ["jetrl", "bf16"])
 def test_offloading_frees_the_gpu_for_the_rollout(qwen3_8b, arm):
     stay, m, _ = planned(qwen3_8b, arm, f"{GPUS}=2")
     of = "actor_rollout_ref.actor.fsdp_config"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from verl.jetrl import patching, preflight, run
+from verl.jetrl import checkpoints, patching, preflight, run
 from verl.jetrl.compose import RecipeError, arms, compose, resolved_yaml
 from verl.jetrl.precision import LINEAR_MODULES, JetRLEngineConfig, PrecisionFlow
 from verl.jetrl.weight_files import HEAD
@@ -45,7 +45,8 @@ def make_checkpoint(folder: Path, model_type: str = "qwen3", vocab_size: int = 3
 def make_data(folder: Path, rows: int = 64, column: str = "prompt") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):
-        pyarrow.parquet.write_table(pyarrow.table({column: ["1+1"] * rows}), folder / f"{name}.parquet")
+        infos = pyarrow.array([{"index": row} for row in range(rows)], pyarrow.struct([("index", pyarrow.int64())]))
+        pyarrow.parquet.write_table(pyarrow.table({column: ["1+1"] * rows, "extra_info": infos}), folder / f"{name}.parquet")
 
 
 @functools.cache
@@ -172,6 +173,16 @@ BAD = [
     ("bf16", ["trainer.use_v1=false"], "trainer.use_v1=false: the fork runs with use_v1=true only; set it to that"),
     ("bf16", ["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode=separate_async"),
     ("bf16", ["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async"),
+    ("jetrl", ["algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode=true: the fork runs with"),
+    ("bf16", ["algorithm.filter_groups.enable=true"], "algorithm.filter_groups.enable=true: the fork runs with enable=false"),
+    ("bf16", ["trainer.v1.sampler.sync_refill_failed_groups=true"], "sync_refill_failed_groups=true: the fork runs with"),
+    ("jetrl", ["actor_rollout_ref.rollout.agent.agent_loop_manager_class=null"], "class=null: it must name a subclass of"),
+    (
+        "jetrl",
+        ["actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ"],
+        "AgentLoopManagerTQ: it must name a subclass of verl.jetrl.rollout.agent_loop.SeededAgentLoopManager",
+    ),
+    ("jetrl", ["actor_rollout_ref.rollout.agent.agent_loop_manager_class=no.such.Manager"], "no.such.Manager: it must name"),
     ("jetrl", [f"{FP8[:-3]}fp4"], "precision_flow.linear is 'fp4'"),
     ("jetrl", ["actor_rollout_ref.actor.fsdp_config.precision_flow.modules=[]"], "no layer would run in FP8"),
     (
@@ -213,6 +224,9 @@ BAD = [
         "resident_transposed=true with arena=sharded",
     ),
     ("bf16", ["data.train_batch_size=30"], "data.train_batch_size=30 is not a multiple"),
+    ("bf16", ["data.gen_batch_size=12"], "data.gen_batch_size=12 does not divide data.train_batch_size=16"),
+    ("bf16", ["data.gen_batch_size=32"], "data.gen_batch_size=32 does not divide data.train_batch_size=16"),
+    ("bf16", ["data.gen_batch_size=-8"], "data.gen_batch_size=-8 does not divide data.train_batch_size=16"),
     ("bf16", ["data.train_batch_size=128"], "data.train_files: 64 prompts, at least 128"),
     ("bf16", ["data.train_files=null"], "data.train_files: 0 prompts"),
     ("bf16", ["data.max_response_length=1000"], "max_position_embeddings 256"),
@@ -308,6 +322,16 @@ def test_a_precision_flow_that_nothing_reads_is_named(setting, place):
     OmegaConf.update(config, f"{place}.exact", True, force_add=True)
     (found,) = preflight.problems(config)
     assert found.startswith(f"{place}: nothing reads") and found.endswith("actor_rollout_ref.actor.fsdp_config.precision_flow")
+
+
+def test_verls_old_name_for_one_checkpoint_is_refused(setting):
+    """As trainer.max_actor_ckpt_to_keep=1 is."""
+    config = setting("bf16")
+    OmegaConf.update(config, "trainer.remove_previous_ckpt_in_save", True, force_add=True)
+    (found,) = preflight.problems(config)
+    assert found.startswith("trainer.remove_previous_ckpt_in_save=true: verl would keep 1 checkpoint")
+    config.trainer.save_freq = -1
+    assert preflight.problems(config) == []
 
 
 def test_all_problems_are_listed_at_once(setting, tmp_path):
@@ -482,16 +506,126 @@ def test_damaged_data_is_named(setting, damage, message):
     assert any(message in problem for problem in found), found
 
 
-def test_full_disk(setting, monkeypatch):
-    config = setting("bf16", "jetrl.checkpoint_disk_gb=5")
+def test_chunks_of_a_batch_are_no_problem(setting):
+    for size in ("null", 16, 8, 1):
+        assert preflight.problems(setting("bf16", f"data.gen_batch_size={size}")) == []
+
+
+@pytest.fixture
+def disk_of(monkeypatch):
+    """Function that sets the free bytes of every disk."""
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=4 * 2**30))
-    (problem,) = preflight.problems(config)
+
+    def free(nbytes: float) -> None:
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=nbytes))
+
+    return free
+
+
+def test_full_disk(setting, disk_of):
+    disk_of(4 * 2**30)
+    (problem,) = run.check(ROOT / "recipes/tiny", {"bf16": setting("bf16", "jetrl.checkpoint_disk_gb=5")})
     assert "checkpoints need 5.0 GB" in problem and "4.0 GB are free" in problem and "--runs" in problem
-    assert preflight.problems(setting("bf16", "jetrl.checkpoint_disk_gb=5", "trainer.save_freq=-1")) == []
-    # Estimated from the model: 3 checkpoints of 12 bytes a parameter.
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=0))
-    assert "checkpoints need" in preflight.problems(setting("bf16"))[0]
+    assert preflight.disk([setting("bf16", "jetrl.checkpoint_disk_gb=5", "trainer.save_freq=-1")]) == []
+    disk_of(0)
+    assert "checkpoints need" in preflight.disk([setting("bf16")])[0]
+    (problem,) = preflight.disk([setting("bf16", "trainer.max_actor_ckpt_to_keep=many")])
+    assert problem.startswith("trainer.default_local_dir: cannot be checked")
+
+
+def one_checkpoint(config: DictConfig) -> int:
+    """Bytes of a checkpoint of the configuration's model."""
+    model, _ = preflight.folder(Path(config.actor_rollout_ref.model.path))
+    return preflight.parameter_count(model) * preflight.BYTES_PER_PARAMETER
+
+
+def hold(config: DictConfig, step: int, nbytes: int, mark: bool = True) -> None:
+    """Makes a checkpoint of so many bytes, half-saved without a mark."""
+    folder = Path(config.trainer.default_local_dir)
+    actor = folder / f"global_step_{step}" / "actor"
+    actor.mkdir(parents=True)
+    (actor / "model.pt").touch()
+    os.truncate(actor / "model.pt", nbytes)
+    if mark:
+        checkpoints.mark_complete(folder, step)
+
+
+def test_the_disk_holds_what_all_arms_keep(setting, disk_of):
+    """2 + 3 checkpoints, and one more; an arm that does not save needs none."""
+    keep = "trainer.max_actor_ckpt_to_keep"
+    configs = {
+        "bf16": setting("bf16", f"{keep}=2"),
+        "jetrl": setting("jetrl", f"{keep}=null", "trainer.save_freq=-1"),
+        "jetrl-exact": setting("jetrl-exact", f"{keep}=3"),
+    }
+    one = one_checkpoint(configs["bf16"])
+    disk_of(6 * one - 1)
+    (problem,) = run.check(ROOT / "recipes/tiny", configs)
+    assert f"below {Path(configs['bf16'].jetrl.run_dir).parent}, " in problem
+    assert [preflight.disk([config]) for config in configs.values()] == [[], [], []], "each fits alone"
+    disk_of(6 * one)
+    assert run.check(ROOT / "recipes/tiny", configs) == []
+
+
+def test_what_a_run_holds_is_not_needed_again(setting, disk_of):
+    config = setting("bf16", "trainer.max_actor_ckpt_to_keep=2")
+    one = one_checkpoint(config)
+
+    def least() -> float:
+        """Fewest free checkpoints with which the run starts, in halves."""
+        for halves in range(-1, 10):
+            disk_of(halves * one / 2 + 100)  # a mark is a few bytes
+            if not preflight.disk([config]):
+                return halves / 2
+        raise AssertionError("it never starts")
+
+    assert least() == 3
+    hold(config, 4, one)
+    assert least() == 2
+    hold(config, 6, one // 2, mark=False)  # goes before the start
+    assert least() == 1.5
+    for step in (8, 12):
+        hold(config, step, one)
+    assert least() == 0.5, "no more than two count"
+    checkpoints.repair(Path(config.trainer.default_local_dir))
+    assert least() == 1
+    config.trainer.max_actor_ckpt_to_keep = None
+    assert least() == 1, "without a limit a run needs one more each time"
+
+
+def test_an_arms_leftovers_are_no_room_for_the_arms_before_it(setting, disk_of):
+    first, second = setting("bf16"), setting("jetrl")
+    one = one_checkpoint(first)
+    hold(second, 3, 10 * one, mark=False)
+    disk_of(one)
+    assert preflight.disk([first, second]) != []
+    assert preflight.disk([second, first]) == []
+
+
+def test_a_run_goes_on_from_whole_checkpoints_only(setting, tmp_path):
+    """Of the fork's: verl alone leaves no marks to tell by."""
+    other = setting("jetrl")
+    other.trainer.default_local_dir = str(tmp_path / "runs/other/checkpoints")
+    made = Path(other.trainer.default_local_dir)
+    hold(other, 4, 1)
+    hold(other, 8, 1, mark=False)
+    hold(other, 12, 1)
+    shutil.rmtree(made / "global_step_12/actor")
+
+    def found(step: int) -> list[str]:
+        mode = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={made}/global_step_{step}")
+        return preflight.problems(setting("bf16", *mode))
+
+    assert found(4) == []
+    for step, why in ((8, "its save was interrupted"), (12, "its folder actor was removed")):
+        (problem,) = found(step)
+        assert problem.startswith("trainer.resume_from_path=") and why in problem and "name another" in problem
+    assert "is no folder global_step_N" in found(16)[0]
+    for step in (4, 12):
+        (made / f"global_step_{step}" / checkpoints.MARK).unlink()
+    assert found(8) == []
+    (made.parent / "status.json").write_text("{}")
+    assert "its save was interrupted" in found(8)[0], "the first save of a run"
 
 
 def test_a_run_folder_that_cannot_be_written(setting, monkeypatch, tmp_path):
@@ -631,3 +765,45 @@ def test_models_that_the_stock_fp8_rollout_gets_wrong_are_refused(model, refused
 
     found = "\n".join(preflight.stock_fp8_problems(AutoConfig.for_model("llama", **model)))
     assert bool(found) == bool(refused) and all(part in found for part in refused) and "intermediate_size" not in found
+
+
+def test_relative_paths_are_refused(setting, tmp_path, monkeypatch):
+    """They would be looked for in the run's folder, where its processes work."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").touch()
+    found = preflight.problems(
+        setting(
+            "bf16", "actor_rollout_ref.model.path=model", "data.train_files=[runs/data/train.parquet]",
+            "reward.custom_reward_function.path=reward.py",
+        )
+    )  # fmt: skip
+    assert sorted(problem.partition(":")[0] for problem in found) == [
+        "actor_rollout_ref.model.path=model", "data.train_files=runs/data/train.parquet",
+        "reward.custom_reward_function.path=reward.py",
+    ]  # fmt: skip
+    assert all(f"give the full path, {tmp_path}" in problem for problem in found)
+
+
+@pytest.mark.parametrize("info", [None, "split", 1], ids=["no column", "no index", "no struct"])
+def test_prompts_without_an_index_are_refused(setting, tmp_path, info):
+    """All requests of a step would sample with the same seeds."""
+    config, rows = setting("bf16"), {"prompt": ["1+1"] * 64}
+    if info is not None:
+        rows["extra_info"] = [{info: "x"} if isinstance(info, str) else info] * 64
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "runs" / "data" / "train.parquet")
+    (problem,) = preflight.problems(config)
+    assert "train.parquet has no extra_info.index" in problem
+
+
+def test_what_attention_on_a_gpu_refuses_is_named_before_the_start(setting):
+    """In the BF16 arms too, whose layers are Hugging Face's."""
+    config = setting(
+        "bf16", "actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    )
+    model = AutoConfig.for_model(
+        "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0, num_hidden_layers=1, attention_dropout=0.1
+    )
+    found = preflight._attention(config, model)
+    for named in ("use_remove_padding=false", "actor.ulysses_sequence", "sliding-window layers", "attention_dropout=0.1"):
+        assert sum(named in problem for problem in found) == 1, found
+    assert preflight._attention(setting("bf16"), AutoConfig.for_model("qwen3")) == []

@@ -21,9 +21,10 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from verl.jetrl import checkpoints, processes, run
+from verl.jetrl import checkpoints, processes, run, train
 from verl.jetrl import metric_names as names
-from verl.jetrl.environment import RUN_ID, environment, run_tmp, socket_of_run
+from verl.jetrl.compose import compose
+from verl.jetrl.environment import RUN_ID, environment, ray_address, run_tmp, socket_of_run
 from verl.jetrl.report import load
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -623,3 +624,30 @@ def test_an_engines_death_names_its_cause():
         ]
     )
     assert run.last_error(log) == "RuntimeError: CPU Generator does not use offset (vLLM's engine died of it)"
+
+
+def test_a_ray_that_runs_already_is_told_what_its_workers_do_not_inherit(root, tmp_path, monkeypatch):
+    """A test of the whole is in test_jobs.py."""
+    settings = ["+ray_kwargs.ray_init.address=auto", "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO"]
+    config = compose(root / "recipes/tiny", "jetrl", tmp_path, settings)
+    given = environment("cpu", "abc", tmp_path, tmp_path / "001.jsonl")
+    for name, value in {**given, "JETRL_DRAIN_DEADLINE_S": "7", "UNKNOWN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ray_address(config) == "auto"
+    train.join_ray(config)
+    joined = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    told = joined["runtime_env"]["env_vars"]
+    assert joined["address"] == "auto" and not set(joined) & set(train.STARTS_RAY), "Ray refuses what would start one"
+    assert told[RUN_ID] == "abc" and told["VERL_FILE_LOGGER_PATH"].endswith("001.jsonl")
+    assert told["VERL_PLATFORM"] == "cpu" and told["JETRL_DRAIN_DEADLINE_S"] == "7" and told["NCCL_DEBUG"] == "INFO"
+    assert "UNKNOWN" not in told and not any(name.startswith("RAY_") for name in told)
+
+
+def test_which_ray_a_run_joins(root, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    own = compose(root / "recipes/tiny", "jetrl", tmp_path)
+    assert ray_address(own) is None
+    assert ray_address(compose(root / "recipes/tiny", "jetrl", tmp_path, ["+ray_kwargs.ray_init.address=local"])) is None
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert ray_address(own) == "head:6379"

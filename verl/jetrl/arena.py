@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from verl.jetrl.environment import RUN_ID, run_tmp
+from verl.jetrl.environment import RUN_ID, make_run_tmp
 from verl.jetrl.fp8.format import BLOCK, FP8, Quantized, groups
 from verl.jetrl.processes import alive
 from verl.jetrl.weights import FUSED
@@ -505,12 +505,9 @@ def control_of(rank: int) -> Control:
 
 
 def _folder() -> Path:
-    run_id = os.environ.get(RUN_ID)
-    if not run_id:
+    if not os.environ.get(RUN_ID):
         raise ArenaError(f"{RUN_ID} is not set: the weight arena belongs to a run (python -m verl.jetrl.run sets it)")
-    folder = run_tmp(run_id)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    return make_run_tmp()
 
 
 def _device_id(device: torch.device) -> str:

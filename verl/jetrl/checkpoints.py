@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there, and that fit the number of processes.
 
 verl writes ``global_step_N`` folders and a file that names the latest.  A folder counts once its ``complete`` mark exists,
-written last, and while verl has not pruned its ``actor`` folder; :func:`repair` removes the others before a run starts, so
-that a kill at any moment of a save leaves the last good checkpoint in place.
+written last, when all of it is on the disk, and while verl has not pruned its ``actor`` folder; :func:`repair` removes the
+others before a run starts, so that a kill or a crash at any moment of a save leaves the last good checkpoint in place.
 
 verl resumes with the number of processes that saved.  For another number:
 
@@ -54,19 +54,40 @@ def writable(place: Path) -> bool:
     return place.is_dir() and os.access(place, os.W_OK)
 
 
+def _to_disk(path: Path) -> None:
+    """Waits until a file's content, or the names in a folder, would outlive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text``; a reader sees the old or the new content, never a part."""
+    """Replaces ``path`` by ``text``, on the disk; a reader sees the old or the new content, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    _to_disk(path.parent)
+
+
+def unmark(checkpoints: Path, step: int) -> None:
+    """To be called before ``step`` is saved, perhaps again: a save that is interrupted must not count by an older mark."""
+    mark = checkpoints / f"global_step_{step}" / MARK
+    if mark.is_file():
+        mark.unlink()
+        _to_disk(mark.parent)
 
 
 def mark_complete(checkpoints: Path, step: int) -> None:
-    """Declares the checkpoint of ``step`` whole, after everything of it was written."""
-    write_atomically(checkpoints / f"global_step_{step}" / MARK, f"{step}\n")
+    """Declares the checkpoint of ``step`` whole, after everything of it was written, and once all that is on the disk."""
+    folder = checkpoints / f"global_step_{step}"
+    for path in (*folder.rglob("*"), folder, checkpoints):
+        _to_disk(path)
+    write_atomically(folder / MARK, f"{step}\n")
 
 
 def _whole(folder: Path) -> bool:
@@ -74,19 +95,38 @@ def _whole(folder: Path) -> bool:
     return (folder / MARK).is_file() and actor.is_dir() and any(actor.iterdir())
 
 
+def whole(checkpoints: Path) -> dict[int, Path]:
+    """The whole checkpoints below ``checkpoints``, by step, oldest first."""
+    return {step: folder for step, folder in sorted(_steps(checkpoints).items()) if _whole(folder)}
+
+
+def taken(checkpoints: Path, most: int) -> tuple[int, int]:
+    """Bytes of the latest ``most`` whole checkpoints, and of what :func:`repair` would remove."""
+
+    def size(folder: Path) -> int:
+        return 0 if folder.is_symlink() else sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+    kept = whole(checkpoints)
+    others = (folder for step, folder in _steps(checkpoints).items() if step not in kept)
+    return sum(map(size, list(kept.values())[-most:])), sum(map(size, others))
+
+
+def has_marks(checkpoints: Path) -> bool:
+    """Whether marks tell what is whole there: in a run's folder, even before its first mark, and wherever one is."""
+    return (checkpoints.parent / "status.json").is_file() or any(checkpoints.glob(f"global_step_*/{MARK}"))
+
+
 def repair(checkpoints: Path) -> int | None:
     """Removes unfinished checkpoints and points verl at the latest whole one; returns its step, None if there is none."""
     if not checkpoints.is_dir():
         return None
-    whole = []
-    for step, folder in _steps(checkpoints).items():
-        if _whole(folder):
-            whole.append(step)
-        elif folder.is_symlink():
+    kept = whole(checkpoints)
+    for folder in (folder for step, folder in _steps(checkpoints).items() if step not in kept):
+        if folder.is_symlink():
             folder.unlink()
         else:
             shutil.rmtree(folder)
-    latest = max(whole, default=None)
+    latest = max(kept, default=None)
     if latest is None:
         (checkpoints / TRACKER).unlink(missing_ok=True)
     else:
@@ -98,12 +138,15 @@ def repair(checkpoints: Path) -> int | None:
 
 
 def require_whole(folder: Path) -> None:
-    """Raises :class:`CheckpointError` when ``folder`` is not there, or is (in) a ``global_step_N`` that was never finished."""
+    """Raises :class:`CheckpointError` when ``folder`` is not there, or is (in) a ``global_step_N`` that was never finished, or
+    pruned."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     for step in (folder, folder.absolute().parent):
-        if step.name.startswith("global_step_") and not (step / MARK).is_file():
-            raise CheckpointError(f"{step} is not a whole checkpoint: its save was interrupted (no file {MARK!r} in it)")
+        if step.name.startswith("global_step_") and not _whole(step):
+            pruned = (step / MARK).is_file()
+            why = "its folder actor was removed" if pruned else f"its save was interrupted (no file {MARK!r} in it)"
+            raise CheckpointError(f"{step} is not a whole checkpoint: {why}")
 
 
 def world_size_of(folder: Path) -> int | None:
@@ -183,7 +226,7 @@ def reshard(folder: Path, world_size: int) -> list[Path]:
 
     ``folder``: ``global_step_N``, or one folder of shards in it.  Masters and optimizer states keep their bits.  A rank's
     random generators are those of the old rank of its number, counted round.  The new files are written beside the old
-    ones; ``fsdp_config.json`` says which count, and is replaced in between.
+    ones; ``fsdp_config.json`` says which count, and is replaced in between, each once the one before is on the disk.
     """
     if world_size < 1:
         raise CheckpointError(f"--world-size {world_size}: at least 1 process")
@@ -217,8 +260,10 @@ def _write_shards(folder: Path, world_size: int) -> None:
                 path = shard_path(folder, kind, world_size, rank)
                 partial = path.with_suffix(".pt.partial")
                 torch.save(mine, partial)
+                _to_disk(partial)
                 os.replace(partial, path)
                 bar.update()
+    _to_disk(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,15 +1,19 @@
-"""Environment variables of a run, set before its first process starts; every Ray and vLLM process inherits them."""
+"""Environment variables of a run, set before its first process starts.  Every process of a Ray that the run starts inherits
+them; one that runs already is told (:func:`passed_on`)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+
 # Names the run in every process it starts, however deep: what is left after a crash can be found by it.
 RUN_ID = "JETRL_RUN"
 # DeepGEMM compiles a kernel at its first use, in 3 to 5 seconds: whatever runs on a machine shares what was compiled there.
 KERNEL_CACHE = ("DG_JIT_CACHE_DIR", str(Path.home() / ".cache" / "vllm" / "deep_gemm"))
 
+_OF_RUN = {RUN_ID, "VERL_FILE_LOGGER_PATH", "TENSORBOARD_DIR", "VLLM_RPC_BASE_PATH", "PYTHONUNBUFFERED"}
 _COMMON = {
     "HYDRA_FULL_ERROR": "1",
     "RAY_COLOR_PREFIX": "0",  # a run's output is a file
@@ -49,18 +53,20 @@ def run_tmp(run_id: str) -> Path:
     return Path("/tmp") / f"jetrl-{run_id}"
 
 
+def make_run_tmp() -> Path:
+    """:func:`run_tmp` of this run, made if missing: on the nodes of a Ray that ran before it, nothing else does."""
+    folder = run_tmp(os.environ[RUN_ID])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def socket_of_run(handle: str) -> str:
     """verl's ZeroMQ handle ``ipc:///tmp/NAME`` in this run's folder; as it is outside a run.
 
     verl tells jobs apart by Ray's job id, which is the same in every run: each has a Ray of its own.  Two runs on one machine
     would take each other's socket away.
     """
-    run_id = os.environ.get(RUN_ID)
-    if not run_id:
-        return handle
-    folder = run_tmp(run_id)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return f"ipc://{folder / Path(handle).name}"
+    return f"ipc://{make_run_tmp() / Path(handle).name}" if os.environ.get(RUN_ID) else handle
 
 
 def machine_environment(machine: str) -> dict[str, str]:
@@ -78,4 +84,18 @@ def environment(machine: str, run_id: str, run_dir: Path, segment: Path) -> dict
         "VLLM_RPC_BASE_PATH": str(run_tmp(run_id)),
         "PYTHONUNBUFFERED": "1",
     }
+    assert fixed.keys() <= _OF_RUN
     return {**machine_environment(machine), **os.environ, **fixed}
+
+
+def passed_on() -> dict[str, str]:
+    """What this environment says of the run, for the workers of a Ray that ran before it.  Ray's own settings are not: they
+    are read when Ray starts."""
+    names = {name for name in (*_COMMON, *_MACHINE["cpu"], *_MACHINE["gpu"]) if not name.startswith("RAY_")} | _OF_RUN
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith("JETRL_")}
+
+
+def ray_address(config: DictConfig) -> str | None:
+    """The Ray that runs already and that the run joins; None where the run starts one of its own."""
+    address = os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")  # Ray's order
+    return None if address == "local" else address

@@ -139,9 +139,9 @@ def _fp8(config: DictConfig) -> bool:
 
 
 def ranks_of(config: DictConfig) -> int:
-    """Trainer processes that a weight's rows are divided among."""
+    """Trainer processes that a weight's rows are divided among: verl makes one group of all for a size above their number."""
     fsdp_size = _get(config, "actor.fsdp_config.fsdp_size")
-    return fsdp_size if fsdp_size > 0 else gpus(config)
+    return min(fsdp_size, gpus(config)) if fsdp_size > 0 else gpus(config)
 
 
 def _sharded(config: DictConfig) -> bool:

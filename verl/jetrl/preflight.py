@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow
@@ -19,6 +20,7 @@ from verl.jetrl import checkpoints, memory_plan, patching, weight_files
 from verl.jetrl.arena import head_dim, layout_of, rows_of
 from verl.jetrl.compose import machine
 from verl.jetrl.config_diff import diff, format_value
+from verl.jetrl.environment import ray_address
 from verl.jetrl.fp8.format import BLOCK
 from verl.jetrl.model.decoder import Decoder
 from verl.jetrl.model.rope import rope_table
@@ -35,7 +37,8 @@ FLOW_COPIES = ("actor_rollout_ref.ref.fsdp_config.precision_flow", "actor_rollou
 
 
 def problems(config: DictConfig) -> list[str]:
-    """Everything that would stop this run, each with the setting and the fix; empty when it can start."""
+    """Everything that would stop this run, each with the setting and the fix; empty when it can start, and :func:`disk` finds
+    nothing for all arms."""
     model, found = None, []
     try:
         model, model_problems = _model(config)
@@ -49,10 +52,11 @@ def problems(config: DictConfig) -> list[str]:
         "installed versions": lambda: _software(),
         "trainer": lambda: _hardware(config),
         "names": lambda: _choices(config),
+        "paths": lambda: _paths(config),
         "data": lambda: _data(config),
         "actor_rollout_ref": lambda: _precision(config, model),
         "actor_rollout_ref.rollout": lambda: _seeds(config),
-        "trainer.default_local_dir": lambda: _disk(config, model),
+        "trainer.default_local_dir": lambda: _saving(config),
         "memory plan": lambda: memory_plan.problems(config, model),
     }.items():
         found += _checked(what, check)
@@ -170,13 +174,56 @@ def _choices(config: DictConfig) -> list[str]:
         value = OmegaConf.select(config, name)
         if value not in values:
             found.append(f"{name}={_shown(value)}: it must be one of {', '.join(values)}")
+    found += _agent_loop(config)
     reward = (config.reward.custom_reward_function.path or ".").removeprefix("file://")
     if not reward.startswith("pkg://") and not Path(reward).exists():
         found.append(f"reward.custom_reward_function.path={reward}: there is no such file")
-    resumed = config.trainer.resume_from_path
-    if config.trainer.resume_mode == "resume_path" and not (resumed and Path(resumed).is_dir()):
-        found.append(f"trainer.resume_mode=resume_path: trainer.resume_from_path={_shown(resumed)} is no folder global_step_N")
+    if config.trainer.resume_mode == "resume_path":
+        found += _resumed(config.trainer.resume_from_path)
     return found
+
+
+def _resumed(given: str | None) -> list[str]:
+    if not (given and Path(given).is_dir()):
+        return [f"trainer.resume_mode=resume_path: trainer.resume_from_path={_shown(given)} is no folder global_step_N"]
+    if checkpoints.has_marks(Path(given).absolute().parent):  # not one of verl alone, which leaves none
+        try:
+            checkpoints.require_whole(Path(given))
+        except checkpoints.CheckpointError as error:
+            return [f"trainer.resume_from_path={given}: {error}; name another"]
+    return []
+
+
+def _paths(config: DictConfig) -> list[str]:
+    """Paths that are found from here, and not from the run's folder, where its processes work."""
+    found = []
+    for name in (
+        "actor_rollout_ref.model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path",
+        "trainer.resume_from_path",
+    ):  # fmt: skip
+        value = OmegaConf.select(config, name) or []
+        for text in [value] if isinstance(value, str) else value:
+            path = Path(text.removeprefix("file://")).expanduser()
+            if not path.is_absolute() and path.exists():
+                found.append(f"{name}={text}: give the full path, {path.resolve()}")
+    return found
+
+
+def _agent_loop(config: DictConfig) -> list[str]:
+    name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    ours = "verl.jetrl.rollout.agent_loop.SeededAgentLoopManager"
+    if name == ours:  # which need not be imported here, for seconds
+        return []
+    from verl.utils.import_utils import load_class_from_fqn
+
+    try:
+        fits = issubclass(load_class_from_fqn(name or "", "agent loop manager"), load_class_from_fqn(ours))
+    except (ImportError, AttributeError, ValueError):
+        fits = False
+    refused = (
+        f"{_ROLLOUT}.agent.agent_loop_manager_class={_shown(name)}: it must name a subclass of {ours}, which seeds requests"
+    )
+    return [] if fits else [refused]
 
 
 def _upstreams(config: DictConfig) -> list[str]:
@@ -212,7 +259,7 @@ def _hardware(config: DictConfig) -> list[str]:
             "JETRL_DEVICE=cpu or gpu chooses, with all that belongs to it)"
         ]
     found = []
-    if config.trainer.nnodes > 1 and not (config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")):
+    if config.trainer.nnodes > 1 and not ray_address(config):
         found.append(
             f"trainer.nnodes={config.trainer.nnodes}: the run would start Ray on this machine alone. Start it on every node "
             "and add +ray_kwargs.ray_init.address=auto, or set trainer.nnodes=1"
@@ -225,17 +272,13 @@ def _hardware(config: DictConfig) -> list[str]:
     count = torch.cuda.device_count()
     if config.trainer.nnodes == 1 and config.trainer.n_gpus_per_node > count:
         found.append(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, but this machine has {count} GPUs")
-    if (
-        config.actor_rollout_ref.actor.fsdp_config.precision_flow.linear == "fp8"
-        or config.actor_rollout_ref.rollout.quantization
-    ):
-        for index in range(count):
-            major, minor = torch.cuda.get_device_capability(index)
-            if major != 9:
-                name = torch.cuda.get_device_name(index)
-                found.append(
-                    f"GPU {index} ({name}) has compute capability {major}.{minor}: FP8 was tested on Hopper (9.0) only"
-                )
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major != 9:
+            name = torch.cuda.get_device_name(index)
+            found.append(
+                f"GPU {index} ({name}) has compute capability {major}.{minor}: all arms' attention and FP8 need Hopper, 9.0"
+            )
     least = config.jetrl.get("least_gpu_memory_gb")
     if least:
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(count)) / GB
@@ -269,6 +312,12 @@ def _data(config: DictConfig) -> list[str]:
             f"data.train_batch_size={config.data.train_batch_size} is not a multiple of "
             f"actor_rollout_ref.actor.ppo_mini_batch_size={config.actor_rollout_ref.actor.ppo_mini_batch_size}"
         )
+    chunk = config.data.get("gen_batch_size")
+    if chunk and (chunk < 1 or config.data.train_batch_size % chunk):
+        found.append(
+            f"data.gen_batch_size={chunk} does not divide data.train_batch_size={config.data.train_batch_size}, which is put "
+            "together from such chunks; leave it out"
+        )
     return found
 
 
@@ -285,8 +334,15 @@ def _data_files(setting: str, files: Sequence[str], prompt_key: str, least: int)
                 found.append(f"{setting}: {file} is damaged: {error}")
                 continue
             rows += table.metadata.num_rows
-            if prompt_key not in table.schema_arrow.names:
+            schema = table.schema_arrow
+            if prompt_key not in schema.names:
                 found.append(f"{setting}: {file} has no column {prompt_key!r} (data.prompt_key)")
+            info = schema.field("extra_info").type if "extra_info" in schema.names else None
+            if info is None or not pyarrow.types.is_struct(info) or info.get_field_index("index") < 0:
+                found.append(
+                    f"{setting}: {file} has no extra_info.index, a number of its own for each prompt: with it and the step "
+                    "every request is seeded"
+                )
     if not found and rows < least and all(str(file).endswith(".parquet") for file in files):
         found.append(f"{setting}: {rows} prompts, at least {least} are needed")
     return found
@@ -417,6 +473,8 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         found += _arena(config, model)
     if flow.exact:
         found += _exact(config, model)
+    if not flow.fp8 and config.trainer.device != "cpu":
+        found += _attention(config, model)
     # What every arm needs: its checks of precision flow and weights look into these parts.
     for setting, value, needed in (
         ("actor_rollout_ref.actor.strategy", actor_rollout_ref.actor.strategy, "fsdp2"),
@@ -427,11 +485,39 @@ def _precision(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
         ("actor_rollout_ref.actor.checkpoint.async_save", actor_rollout_ref.actor.checkpoint.async_save, False),
         ("trainer.use_v1", config.trainer.use_v1, True),
         ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, "sync"),
+        *(
+            (setting, OmegaConf.select(config, setting) or False, False)
+            for setting in (
+                # With it verl takes the rollout's log-probs for the trainer's: the mismatch would be 0 whatever both do.
+                "algorithm.rollout_correction.bypass_mode",
+                # verl gives these to its own sampler only, and says nothing of it.
+                "algorithm.filter_groups.enable",
+                "trainer.v1.sampler.sync_refill_failed_groups",
+            )
+        ),
     ):
         if value != needed:
             name = setting.rpartition(".")[2]
             found.append(f"{setting}={_shown(value)}: the fork runs with {name}={_shown(needed)} only; set it to that")
     found += _tensor_parallel(config, flow, model)
+    return found
+
+
+def _attention(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
+    """What the attention kernels of BF16 training would refuse in the first forward; :func:`_fp8_training` has FP8's."""
+    actor_rollout_ref, found = config.actor_rollout_ref, []
+    if not actor_rollout_ref.model.use_remove_padding:
+        found.append("actor_rollout_ref.model.use_remove_padding=false: attention is of packed sequences; set it to true")
+    for role in ("actor", "ref"):
+        name = f"{role}.ulysses_sequence_parallel_size"
+        if (OmegaConf.select(actor_rollout_ref, name) or 1) != 1:
+            found.append(f"actor_rollout_ref.{name}: attention is of whole sequences; set it to 1")
+    if model is not None and "sliding_attention" in (getattr(model, "layer_types", None) or ()):
+        found.append(
+            "actor_rollout_ref.model.path: the model has sliding-window layers; attention is full and causal in all arms"
+        )
+    if model is not None and getattr(model, "attention_dropout", 0):
+        found.append(f"actor_rollout_ref.model.path: attention_dropout={model.attention_dropout}; set it to 0 in config.json")
     return found
 
 
@@ -541,7 +627,7 @@ def _exact(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     return found
 
 
-def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
+def _saving(config: DictConfig) -> list[str]:
     folder = Path(config.trainer.default_local_dir)
     if folder != (own := Path(config.jetrl.run_dir) / "checkpoints"):
         return [
@@ -551,24 +637,51 @@ def _disk(config: DictConfig, model: PretrainedConfig | None) -> list[str]:
     existing = checkpoints.nearest(folder)
     if not checkpoints.writable(existing):
         return [f"trainer.default_local_dir={folder}: {existing} is not a folder that can be written to"]
-    if config.trainer.save_freq <= 0 or model is None:
+    if config.trainer.save_freq <= 0:
         return []
     found = []
+    lost = "a run killed while it saves would keep no whole checkpoint"
     if config.trainer.max_actor_ckpt_to_keep == 1:
+        found.append(f"trainer.max_actor_ckpt_to_keep=1: {lost}; set 2 or more")
+    if config.trainer.get("remove_previous_ckpt_in_save"):
         found.append(
-            "trainer.max_actor_ckpt_to_keep=1: a run killed while it saves would keep no whole checkpoint; set 2 or more"
+            f"trainer.remove_previous_ckpt_in_save=true: verl would keep 1 checkpoint, and {lost}; leave it out, "
+            "trainer.max_actor_ckpt_to_keep says how many are kept"
         )
-    free = shutil.disk_usage(existing).free / GB
-    needed = config.jetrl.checkpoint_disk_gb
-    if needed is None:
-        # One more than is kept: a new one is written before an old one goes.  Without a limit, at least two are.
-        kept = (config.trainer.max_actor_ckpt_to_keep or 1) + 1
-        needed = kept * parameter_count(model) * BYTES_PER_PARAMETER / GB
-    if free < needed:
-        found.append(
-            f"checkpoints need {needed:.1f} GB below {folder}, {free:.1f} GB are free: choose another disk with "
-            "--runs, lower trainer.max_actor_ckpt_to_keep, or set trainer.save_freq=-1"
-        )
+    return found
+
+
+def disk(configs: Iterable[DictConfig]) -> list[str]:
+    """Disks that are too full for what the arms keep: they run one after the other, in this order, and none removes another's
+    checkpoints."""
+    return _checked("trainer.default_local_dir", lambda: _disk(configs))
+
+
+def _disk(configs: Iterable[DictConfig]) -> list[str]:
+    disks: dict[int, list[tuple[Path, float, float]]] = {}  # per arm: its folder, GB that will come to stay, GB for a while
+    for config in configs:
+        model = memory_plan.read_model(config)
+        if config.trainer.save_freq <= 0 or model is None:
+            continue
+        folder = Path(config.trainer.default_local_dir)
+        keep = max(1, config.trainer.max_actor_ckpt_to_keep or 1)  # without a limit, at least one before the one being saved
+        # One more than is kept, to spare: verl removes the oldest before it saves.
+        one = parameter_count(model) * BYTES_PER_PARAMETER / GB
+        given = config.jetrl.checkpoint_disk_gb
+        kept, spare = (keep * one, one) if given is None else (given, 0)
+        held, removed = (size / GB for size in checkpoints.taken(folder, keep))
+        arms = disks.setdefault(checkpoints.nearest(folder).stat().st_dev, [])
+        arms.append((folder, max(0, kept - held) - removed, spare))  # what an arm removes is there until it starts
+    found = []
+    for arms in disks.values():
+        folders, stay, pass_by = zip(*arms, strict=True)
+        needed = max(total + more for total, more in zip(accumulate(stay), pass_by, strict=True))
+        free = shutil.disk_usage(checkpoints.nearest(folders[0])).free / GB
+        if free < needed:
+            found.append(
+                f"checkpoints need {needed:.1f} GB more below {os.path.commonpath(folders)}, {free:.1f} GB are free: choose "
+                "another disk with --runs, lower trainer.max_actor_ckpt_to_keep, or set trainer.save_freq=-1"
+            )
     return found
 
 

@@ -32,12 +32,13 @@ from verl.jetrl import metric_names as names
 from verl.jetrl.checkpoints import write_atomically
 from verl.jetrl.compose import RecipeError, arms, compose, machine, resolved_yaml
 from verl.jetrl.config_diff import diff, load_config
-from verl.jetrl.environment import environment
+from verl.jetrl.environment import environment, ray_address
 
 # jetrl before the stock FP8 rollout: it compiles DeepGEMM's kernels in parallel, vLLM one by one, and both read one cache.
 MAIN_ARMS = ("bf16", "jetrl", "bf16-train-fp8-rollout")
 VERSIONS = ("verl", "vllm", "torch", "ray", "transformers", "triton")
 POLL_S = 0.5
+LONGEST = 1000  # characters of an error that is shown; the log has all
 # "(JetRLHttpServer pid=7) (EngineCore pid=9) ERROR 11-29 19:58:29 [core.py:10] " before what a worker says.
 WORKER_PREFIX = re.compile(r"^(?:\([^()]*pid=\d+[^()]*\) ?)+(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Interrupt|Exit|Empty|Timeout|Stopped)(?::.*)?$")
@@ -106,7 +107,8 @@ def check(recipe: Path, configs: dict[str, DictConfig]) -> list[str]:
     stands in the way: its data, then its model."""
 
     def all_problems() -> list[str]:
-        return list(dict.fromkeys(problem for config in configs.values() for problem in preflight.problems(config)))
+        found = [problem for config in configs.values() for problem in preflight.problems(config)]
+        return list(dict.fromkeys(found + preflight.disk(configs.values())))
 
     def make(what: str, script: str, out_dir: str, missing: str) -> list[str]:
         """The problems after the script ran; what the script said stands for those it should have solved."""
@@ -228,9 +230,11 @@ class Arm:
         try:
             with open(log, "ab") as out:
                 log_start = out.tell()
+                own_ray = (
+                    [] if ray_address(self.config) else [f"+ray_kwargs.ray_init._temp_dir={processes.ray_dir(self.run_id)}"]
+                )
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "verl.jetrl.train", self.recipe, self.arm, self.folder]
-                    + [f"+ray_kwargs.ray_init._temp_dir={processes.ray_dir(self.run_id)}", *self.overrides],
+                    [sys.executable, "-m", "verl.jetrl.train", self.recipe, self.arm, self.folder, *own_ray, *self.overrides],
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -244,6 +248,7 @@ class Arm:
                 state = "finished"
             else:
                 error = last_error(log.read_bytes()[log_start:].decode(errors="replace")) or f"exit code {code}"
+                error = error if len(error) <= LONGEST else f"{error[:LONGEST]}..."  # some of Ray's have 7000 characters
         except Stopped as stop:
             name = signal.Signals(stop.args[0]).name
             print(

@@ -25,7 +25,7 @@ def require_hopper(device: torch.device) -> None:
     if major != 9:
         raise RuntimeError(
             f"FP8 operators: {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; only 9.0 "
-            "(H100, H200) is supported. Run the BF16 arm on this machine, or move the job to a Hopper GPU."
+            "(H100, H200) is supported. Move the job to a Hopper GPU."
         )
 
 
@@ -48,7 +48,7 @@ def _check_reduction(K: int, what: str) -> None:
     if K % 16:
         raise ValueError(
             f"{what}: the reduction dimension is {K}; TMA reads FP8 rows in steps of 16 bytes, so it must be a "
-            "multiple of 16. Keep this layer in BF16 (add it to the excluded modules)."
+            "multiple of 16. A model with such a layer cannot train in FP8: use the arm bf16."
         )
 
 
@@ -66,7 +66,7 @@ def gemm_nt(a: Quantized, b: Quantized, compiled_dims: str = WEIGHT_SIZES) -> Te
     C = b.q.shape[0]
     _check_reduction(K, "gemm_nt")
     if C % 8:
-        raise ValueError(f"gemm_nt: {C} output features; DeepGEMM needs a multiple of 8. Keep this layer in BF16.")
+        raise ValueError(f"gemm_nt: {C} output features; DeepGEMM needs a multiple of 8. Use the arm bf16.")
     out_RC = torch.empty((R, C), dtype=torch.bfloat16, device=a.q.device)
     if R == 0 or C == 0:
         return out_RC

@@ -277,7 +277,7 @@ def _check(config: PretrainedConfig) -> None:
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         wrong.append("sliding-window attention layers")
     if wrong:
-        raise ValueError(f"the FP8 decoder does not support {'; '.join(wrong)}. Use the bf16 arm for this model.")
+        raise ValueError(f"the FP8 decoder does not support {'; '.join(wrong)}")
     heads, of = config.num_attention_heads, config.num_key_value_heads
     if heads < 1 or of < 1 or heads % of:
         raise ValueError(f"{heads} attention heads do not divide among {of} key-value heads")

@@ -13,6 +13,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from verl.jetrl import patching
 from verl.jetrl.arena import ENGINE, TRAINER, Control, LeaseError, control_of, share_of_gpu
+from verl.jetrl.environment import RUN_ID, make_run_tmp
 from verl.jetrl.precision import PrecisionFlow
 from verl.jetrl.rollout import vllm_model, vllm_quant
 
@@ -25,6 +26,8 @@ class JetRLHttpServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patching.require_active("verl")
+        if os.environ.get(RUN_ID):
+            make_run_tmp()  # for vLLM's sockets
         super().__init__(*args, **kwargs)
         self._controls: list[Control] = []
         self._running = 0

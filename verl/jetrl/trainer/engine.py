@@ -149,6 +149,15 @@ class JetRLEngine(FSDPEngineWithLMHead):
         if self.flow.fp8:
             self.masters.write()
 
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
+        manager, folder = self.checkpoint_manager, Path(local_path).parent.parent
+        if not manager.previous_saved_paths:
+            # verl counts, and prunes, what it saved since the start; a run's earlier starts saved too.  Not done on loading:
+            # trainer.resume_from_path may be another run's, and nothing of that is to go.
+            earlier = [step / "actor" for number, step in checkpoints.whole(folder).items() if number < global_step]
+            manager.previous_saved_paths = [str(path) for path in earlier]
+        super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)
+
     # --- log-probs ------------------------------------------------------------------------------------------------
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):

@@ -104,13 +104,15 @@ class JetRLTrainer(PPOTrainerSync):
             file.write(json.dumps(state) + "\n")
 
     def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir)
+        checkpoints.unmark(folder, self.global_steps)
         super()._save_checkpoint()
-        checkpoints.mark_complete(Path(self.config.trainer.default_local_dir), self.global_steps)
+        checkpoints.mark_complete(folder, self.global_steps)
 
     # --- rollout --------------------------------------------------------------------------------------------------
 
-    def _fetch_one_gen_batch(self):
-        batch = super()._fetch_one_gen_batch()
+    def _next_train_batch(self, num_prompts: int | None = None):
+        batch = super()._next_train_batch(num_prompts)
         # verl's random ids order the batch; ids made of step and position make two runs' batches equal.
         self._prompts = [int(index) for index in batch["index"]]
         tu.assign_non_tensor_stack(batch, "uid", [f"s{self.global_steps}p{i}" for i in range(len(batch))])
@@ -198,7 +200,8 @@ class JetRLTrainer(PPOTrainerSync):
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         for name in names.CLIP:
-            metrics[name] = metrics.pop(f"actor/{name}")
+            if f"actor/{name}" in metrics:  # of the loss "vanilla_signed" alone
+                metrics[name] = metrics.pop(f"actor/{name}")
         metrics[names.TIME_LOG_PROB] = timing_raw["old_log_prob"]
         metrics[names.TIME_UPDATE] = timing_raw["update_actor"]
         metrics[names.TIME_WEIGHT_SYNC] = timing_raw["update_weights"]
