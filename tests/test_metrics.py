@@ -127,3 +127,18 @@ def test_request_seeds_are_distinct_and_fixed():
     assert seeds == [request_seed(*key) for key in keys]
     # Fixed for good: another function would resume old runs with other samples.
     assert request_seed(42, 3, 5, 7) == 977857692248045780
+
+
+@pytest.mark.parametrize("loss", ["vanilla_signed", "gspo"])
+def test_a_loss_without_signed_clip_fractions_is_no_error(monkeypatch, loss):
+    """verl has other losses than the fork's, which alone counts by sign."""
+    from verl.jetrl.trainer.ppo import JetRLTrainer, PPOTrainerSync
+
+    monkeypatch.setattr(PPOTrainerSync, "_compute_metrics", lambda *_: None)
+    counted = {f"actor/{name}": 0.25 for name in names.CLIP} if loss == "vanilla_signed" else {}
+    metrics = {"perf/total_num_tokens": 10, "actor/perf/max_memory_allocated_gb": 1.0, **counted}
+    seconds = dict.fromkeys(("old_log_prob", "update_actor", "update_weights", "step"), 2.0)
+    JetRLTrainer._compute_metrics(object.__new__(JetRLTrainer), None, metrics, seconds, 1, 0)
+    assert metrics[names.TOKENS_PER_S] == 5.0
+    assert {name: metrics.get(name) for name in names.CLIP} == dict.fromkeys(names.CLIP, 0.25 if counted else None)
+    assert not any(f"actor/{name}" in metrics for name in names.CLIP)
