@@ -39,7 +39,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A run of its own for weight arenas in shared memory, and the list of those to close."""
-    monkeypatch.setattr("verl.jetrl.arena.run_tmp", lambda run_id: tmp_path / run_id)
+    monkeypatch.setattr("verl.jetrl.environment.run_tmp", lambda run_id: tmp_path / run_id)
     monkeypatch.setenv("JETRL_RUN", f"test-{os.getpid()}")
     arenas: list = []
     yield arenas

@@ -16,6 +16,7 @@ from decoder_cases import CPU, MODELS, config_of, make
 
 from verl.jetrl import arena as module
 from verl.jetrl.arena import ALIGN, ENGINE, ROPE, SCALE, TRAINER, Arena, ArenaError, Control, LeaseError, control_of, layout_of
+from verl.jetrl.environment import run_tmp
 from verl.jetrl.fp8.format import FP8, dequantize, groups, quantize_blocks
 from verl.jetrl.model.decoder import Decoder
 
@@ -29,7 +30,7 @@ def run(monkeypatch) -> str:
     run_id = f"test-arena-{os.getpid()}"
     monkeypatch.setenv("JETRL_RUN", run_id)
     yield run_id
-    folder = module.run_tmp(run_id)
+    folder = run_tmp(run_id)
     for file in folder.glob("*"):
         file.unlink()
     if folder.is_dir():

@@ -160,7 +160,7 @@ def test_precision_flow_was_checked_and_printed(arms: dict[str, Path]) -> None:
 def test_patches_were_active_in_ray_and_vllm_workers(arms: dict[str, Path]) -> None:
     log = (arms["jetrl"] / "log.txt").read_text(errors="replace")
     assert "patches in the trainer's worker: verl_fp32_log_probs active, verl_select_rows active" in log
-    assert "patches in the rollout's worker: vllm_cpu_keep_weights active" in log
+    assert "patches in the rollout's worker: vllm_cpu_keep_weights active, vllm_cpu_one_attention active" in log
 
 
 def test_padded_vocabulary(arms: dict[str, Path]) -> None:
@@ -270,17 +270,22 @@ def ray_head() -> Iterator[tuple[str, int]]:
     start += [f"--temp-dir={folder}", "--num-cpus=16", "--num-gpus=1", "--object-store-memory=500000000"]
     start += ["--include-dashboard=false", "--disable-usage-stats"]
     with open(Path(folder) / "out", "wb") as out:
-        head = subprocess.Popen([Path(sys.executable).parent / "ray", *start], stdout=out, stderr=out, start_new_session=True)
+        head = psutil.Popen([Path(sys.executable).parent / "ray", *start], stdout=out, stderr=out, start_new_session=True)
     deadline = time.monotonic() + 120
-    while "--address=" not in (said := (Path(folder) / "out").read_text()):
-        assert head.poll() is None and time.monotonic() < deadline, said
-        time.sleep(0.5)
-    yield address, head.pid
-    started = psutil.Process(head.pid).children(recursive=True)
-    head.terminate()
-    head.wait(60)
-    psutil.wait_procs(started, timeout=30, callback=None)
-    shutil.rmtree(folder)
+    try:
+        while "--address=" not in (said := (Path(folder) / "out").read_text()):
+            assert head.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.5)
+        yield address, head.pid
+    finally:
+        started = []
+        if head.is_running():
+            started = [head, *head.children(recursive=True)]
+            head.terminate()
+        _, alive = psutil.wait_procs(started, timeout=30)
+        for process in alive:
+            process.kill()
+        shutil.rmtree(folder)
 
 
 def test_a_ray_that_runs_already_is_joined_and_stays(root: Path, runs: Path, ray_head: tuple[str, int]) -> None:

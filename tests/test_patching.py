@@ -360,3 +360,12 @@ def test_vllm_linears_on_the_cpu_keep_their_weight():
     torch.testing.assert_close(method.apply(layer, x), x @ layer.weight.t())
     layer.weight.data.zero_()
     assert method.apply(layer, x).abs().max() == 0, "a weight update must reach the rollout's output"
+
+
+def test_attention_without_a_gpu_is_the_same_on_every_processor(monkeypatch):
+    """As if this one had AMX: with its kernel the arm jetrl's two sides would differ a thousand times more."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    patching.apply_all("vllm")
+    assert cpu_attn._get_attn_isa(torch.bfloat16, 32, 64) == "vec"
