@@ -162,6 +162,8 @@ def main() -> None:
     preparing = multiprocessing.get_context("spawn").Process(target=prepare, args=(jobs, folder, gpus, args.overrides))
     preparing.start()
     preparing.join()
+    if not args.folder and (preparing.exitcode or args.check):
+        shutil.rmtree(folder)  # or 16 GB of weights stay in /tmp
     if preparing.exitcode:
         sys.exit(preparing.exitcode)
     if args.check:

@@ -63,8 +63,8 @@ def make_run_tmp() -> Path:
 def socket_of_run(handle: str) -> str:
     """verl's ZeroMQ handle ``ipc:///tmp/NAME`` in this run's folder; as it is outside a run.
 
-    verl tells jobs apart by Ray's job id, which is the same in every run: each has a Ray of its own.  Two runs on one machine
-    would take each other's socket away.
+    verl tells jobs apart by Ray's job id, which is the same in every run that starts a Ray of its own.  Two such runs on one
+    machine would take each other's socket away.
     """
     return f"ipc://{make_run_tmp() / Path(handle).name}" if os.environ.get(RUN_ID) else handle
 
