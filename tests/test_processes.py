@@ -184,6 +184,28 @@ def test_a_process_that_overwrote_its_environment_is_found(run_id):
     assert not _running(child.pid)
 
 
+def test_end_removes_semaphores(run_id):
+    """Mapped before they have their name, which /proc does not say afterwards; one was left behind by a job."""
+    code = "import multiprocessing\nfrom multiprocessing import resource_tracker\nresource_tracker.register = lambda *_: None\n"
+    code += "kept = multiprocessing.get_context('spawn').Semaphore()\nprint(kept._semlock.name, flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nimport time; time.sleep(60)"],
+        env={**os.environ, RUN_ID: run_id},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    path = f"/dev/shm/sem.{process.stdout.readline().strip().removeprefix('/')}"
+    try:
+        assert os.path.exists(path)
+        assert path not in Path(f"/proc/{process.pid}/maps").read_text(), "the case is not the one meant"
+        assert processes.shared_memory([psutil.Process(process.pid)]) == {path}
+        assert path in processes.end(run_id, set()) and not os.path.exists(path)
+    finally:
+        process.kill()
+        process.wait()
+        Path(path).unlink(missing_ok=True)
+
+
 def test_end_removes_shared_memory_and_sockets_of_the_run_alone(run_id, monkeypatch):
     hold = "from multiprocessing import shared_memory, resource_tracker\nresource_tracker.register = lambda *_: None\n"
     names_ = [f"psm_{run_id}_{i}" for i in range(3)]

@@ -50,14 +50,26 @@ def alive(pid: int) -> bool:
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[str]:
-    """Files below /dev/shm that the processes have mapped."""
-    found: set[str] = set()
+    """Files in /dev/shm that the processes have mapped.
+
+    Found by their inode: a semaphore is mapped before it has its name, and /proc goes on to say the one it had then.
+    """
+    mapped: set[tuple[str, int]] = set()  # device as /proc writes it, inode
     for process in processes:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        found |= {line[line.index(SHM) :].removesuffix(" (deleted)") for line in maps.splitlines() if SHM in line}
+        fields = [line.split(maxsplit=5) for line in maps.splitlines() if SHM in line]
+        mapped |= {(device, int(inode)) for *_, device, inode, _ in fields}
+    found: set[str] = set()
+    for name in os.listdir(SHM):
+        try:
+            status = os.stat(SHM + name)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        if (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino) in mapped:
+            found.add(SHM + name)
     return found
 
 
