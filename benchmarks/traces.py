@@ -34,6 +34,7 @@ REST = "copies and the rest"
 IDLE = "no kernel"
 PREFILL, STEPS = 40, 16  # engine steps before recording starts, and those recorded
 NAMED = 4  # kernels of a kind that are kept by name
+WAITS = 12  # longest times without a kernel that are kept
 
 
 def profiler_config(folder: Path) -> dict[str, Any]:
@@ -78,14 +79,19 @@ def kernel_times(folder: Path, layers: int) -> dict[str, Any]:
 def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, str], ...] = KINDS) -> dict[str, Any]:
     """Milliseconds per step by kind of kernel, and of the largest kernels of each kind.
 
-    Streams overlap: the kinds may add up to more than the step, and ``no kernel`` is when no stream ran anything.
+    Streams overlap: the kinds may add up to more than the step, and ``no kernel`` is when no stream ran anything.  ``waits``:
+    the longest such times, when they began and the kernels around them; the host was late there.
     """
     names: dict[str, Counter[str]] = {}
-    busy, end = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event["ts"]):
+    busy, end, last, waits = 0.0, float("-inf"), "", []
+    ordered = sorted(events, key=lambda event: event["ts"])
+    for event in ordered:
         names.setdefault(kind_of(event["name"], kinds), Counter())[event["name"]] += event["dur"]
         busy += max(event["ts"] + event["dur"] - max(end, event["ts"]), 0.0)
-        end = max(end, event["ts"] + event["dur"])
+        if last and event["ts"] > end:
+            waits.append((event["ts"] - end, end - ordered[0]["ts"], last, event["name"][:80]))
+        if event["ts"] + event["dur"] > end:
+            end, last = event["ts"] + event["dur"], event["name"][:80]
     by_kind = Counter({kind: of_kind.total() for kind, of_kind in names.items()})
     by_kind[IDLE] = end - min(event["ts"] for event in events) - busy
     ms = 1e-3 / steps
@@ -93,6 +99,11 @@ def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, 
         "steps": steps,
         "busy_ms_per_step": busy * ms,
         "ms_per_step": {kind: us * ms for kind, us in by_kind.most_common()},
+        "kernels_per_step": len(ordered) / steps,
+        "waits": [
+            {"ms": us * 1e-3, "at_ms": at * 1e-3, "after": before, "before": after}
+            for us, at, before, after in sorted(waits, reverse=True)[:WAITS]
+        ],
         "largest": {kind: {name[:160]: us * ms for name, us in of_kind.most_common(NAMED)} for kind, of_kind in names.items()},
     }
 

@@ -61,7 +61,7 @@ NOTES = {
     "arms spend later on sending their weights to the rollout is not counted.",
     "bf16": "verl's FSDP2 engine on Hugging Face's layers; attention as in all arms: FlashAttention 3, flash-attn-4 backward.",
     "bf16_fused": "the same engine with the FP8 decoder's non-GEMM kernels (RMSNorm with residual, q/k norm with RoPE, "
-    "SiLU*mul, chunked log-probs) and BF16 cuBLAS GEMMs, q/k/v and gate/up without concatenation.",
+    "SiLU*mul, chunked log-probs of responses) and BF16 cuBLAS GEMMs, q/k/v and gate/up without concatenation.",
     "bf16_fused_kept": "as bf16_fused, and FSDP2 spends memory on speed: gathered weights are kept from the forward to the "
     "backward (reshard_after_forward=false); on one GPU gradients are also reduced once a step, not once a micro-batch "
     "(use_no_sync_for_gradient_accumulation=true).",
@@ -77,9 +77,10 @@ NOTES = {
     "fp8_requantized": "without the arena: FSDP2 gathers BF16 weights for each forward and backward, every forward quantizes "
     "them; gradients leave in BF16. Fused producers as in fp8.",
     "_checkpointing": "with activation checkpointing of every layer.",
-    "train_vs_bf16": "tokens/s of the faster of fp8 and fp8_deferred over the fastest BF16 arm's, at the shortest sequences "
-    "(4K): each side with the best settings that fit; BF16 arms with checkpointing are among them. _worse: at the length with "
-    "the smaller ratio. _default: fp8, as it is by default, over the same. _checkpointing: among arms with checkpointing.",
+    "train_vs_bf16": "tokens/s of the fastest of fp8, fp8_deferred and fp8_resident over the fastest BF16 arm's, at the "
+    "shortest sequences (4K): each side with the best settings that fit; BF16 arms with checkpointing are among them. _worse: "
+    "at the length with the smaller ratio. _default: fp8, as it is by default, over the same. _checkpointing: among arms with "
+    "checkpointing.",
     "gather_bytes_vs_bf16": "bytes of all-gather outputs of one step with 4 micro-batches on a rank (collectives seen by a "
     "dispatch mode; from the part with two GPUs), fp8 over bf16 as verl runs it (bf16_fused_kept gathers a third of that).",
     "same_gradient_bits": "1 if two steps from the same state had the same gradients, bit for bit, in every fp8 arm checked.",
@@ -120,12 +121,14 @@ ARMS = {
     "fp8_checkpointing": Arm(fp8=True, checkpointing=True, thorough=False),
     "bf16_fused_checkpointing": Arm(model="fused:bf16_layer", checkpointing=True, thorough=False),
     "bf16_fused_deferred": Arm(model="fused:bf16_layer", deferred=True, thorough=False),
-    "fp8_resident": Arm(fp8=True, resident=True, thorough=False),
+    "fp8_resident": Arm(fp8=True, resident=True),
     "fp8_requantized": Arm(model="fused:requantized_layer", thorough=False),
     "fp8_unfused": Arm(fp8=True, saved="fp8", thorough=False),
     "fp8_bf16_saved": Arm(fp8=True, saved="bf16", thorough=False),
     "bf16_compiled": Arm(model="compiled"),
 }
+
+FP8_SETTINGS = ("fp8", "fp8_deferred", "fp8_resident")  # what a user can set without giving anything but memory
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,8 @@ def compose_arm(arm: Arm, options: Options):
             f"{root}.actor.fsdp_config.use_no_sync_for_gradient_accumulation={str(deferred).lower()}",
             f"{root}.actor.fsdp_config.resident_transposed={str(arm.resident).lower()}",
             f"trainer.n_gpus_per_node={options.world}",
-            f"data.max_prompt_length={length // 8}",
-            f"data.max_response_length={length - length // 8}",
+            f"data.max_prompt_length={prompt_of(length)}",
+            f"data.max_response_length={length - prompt_of(length)}",
             f"{root}.actor.ppo_max_token_len_per_gpu={options.micro_batch}",
             f"{root}.rollout.log_prob_max_token_len_per_gpu={options.micro_batch}",
             f"{root}.rollout.max_model_len={length}",
@@ -205,6 +208,7 @@ def build(arm: Arm, options: Options, config) -> tuple[Any, Callable]:
     from benchmarks import train_layers
     from verl.jetrl.arena import Arena
     from verl.jetrl.trainer.engine import JetRLEngine
+    from verl.jetrl.trainer.staging import response_rows
 
     class Engine(JetRLEngine):
         def _build_module(self) -> nn.Module:
@@ -219,6 +223,12 @@ def build(arm: Arm, options: Options, config) -> tuple[Any, Callable]:
             # The fused BF16 arms keep the host ahead of the GPU as FP8 does: the difference is that of the precision.
             step = self.staged_step if arm.model.startswith("fused") else super().forward_step
             return step(*arguments, **named)
+
+        def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict, dict]:
+            inputs, output_args = super().prepare_model_inputs(micro_batch)
+            if arm.model:
+                inputs["response_rows"] = response_rows(micro_batch)  # for train_layers' head
+            return inputs, output_args
 
         def prepare_model_outputs(self, **arguments: Any) -> dict[str, Any]:
             # BF16 arms run verl's own: the fork's also measures what the padded vocabulary costs, and reads logits for it.
@@ -242,6 +252,11 @@ def build(arm: Arm, options: Options, config) -> tuple[Any, Callable]:
     return engine, partial(ppo_loss, config=actor)
 
 
+def prompt_of(length: int) -> int:
+    """Tokens of a sequence that are its prompt."""
+    return length // 8
+
+
 def device_of() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
@@ -251,7 +266,7 @@ def batch_of(arm: Arm, options: Options, length: int, micro_batches: int = MICRO
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    count, prompt = micro_batches * options.micro_batch // length, length // 8
+    count, prompt = micro_batches * options.micro_batch // length, prompt_of(length)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     ids = torch.randint(0, options.vocabulary, (count, length), generator=generator)
 
@@ -492,10 +507,11 @@ def ceilings(options: Options) -> dict[str, float]:
 
 
 def flop_per_token(shapes: dict[str, Any], length: int) -> tuple[float, float]:
-    """Of a log-prob pass, a forward and a backward: those of the linears, and those of head and causal attention."""
+    """Of a log-prob pass, a forward and a backward: those of the linears, and those of head and causal attention.  Only what
+    predicts a response needs the head, though not every arm leaves the rest out."""
     layers, q = shapes["num_hidden_layers"], shapes["num_attention_heads"] * shapes["head_dim"]
     of_linears = layers * sum(2 * N * K for N, K in linears(shapes))
-    head = 2 * shapes["vocab_size"] * shapes["hidden_size"]
+    head = 2 * shapes["vocab_size"] * shapes["hidden_size"] * (1 - prompt_of(length) / length)
     attention = layers * 4 * q * length / 2
     return 4 * of_linears, 4 * head + (1 + 1 + 2.5) * attention
 
@@ -676,13 +692,13 @@ def rows(samples: dict) -> list[dict[str, Any]]:
 
 
 def sides(rates: dict[tuple[str, int], float]) -> dict[int, tuple[float, float, float]]:
-    """Of tokens/s by arm and length, by length: the fastest BF16 arm's, fp8's, the faster's of fp8 and fp8_deferred."""
+    """Of tokens/s by arm and length, by length: the fastest BF16 arm's, fp8's, the fastest's of :data:`FP8_SETTINGS`."""
     found = {}
     for length in sorted({n for _, n in rates}):
         bf16 = max((rate for (arm, n), rate in rates.items() if arm.startswith("bf16") and n == length), default=0.0)
         if bf16 and ("fp8", length) in rates:
             fp8 = rates["fp8", length]
-            found[length] = (bf16, fp8, max(fp8, rates.get(("fp8_deferred", length), 0.0)))
+            found[length] = (bf16, fp8, max(rates.get((arm, length), 0.0) for arm in FP8_SETTINGS))
     return found
 
 

@@ -129,18 +129,21 @@ class _HeadLogProbs(torch.autograd.Function):
         return dx, head.main_grad.to(weight.dtype), None, None
 
 
-def _head(self: nn.Module, x: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-    temperature_M = torch.full(ids.shape, temperature, dtype=torch.float32, device=ids.device)
+def _head(self: nn.Module, x: Tensor, ids: Tensor, temperature: float, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    M, x, ids = len(x), log_probs.rows_of(x, rows), ids[rows]
+    temperature_R = torch.full(ids.shape, temperature, dtype=torch.float32, device=ids.device)
     if torch.is_grad_enabled():
-        return _HeadLogProbs.apply(x, self.weight, ids, temperature_M), None
-    return log_probs._forward(x, SimpleNamespace(weight=self.weight), ids, temperature_M, len(self.weight), True)
+        return log_probs.spread(_HeadLogProbs.apply(x, self.weight, ids, temperature_R), rows, M), None
+    found = log_probs._forward(x, SimpleNamespace(weight=self.weight), ids, temperature_R, len(self.weight), True)
+    return tuple(log_probs.spread(values, rows, M) for values in found)
 
 
-def _causal_lm(self: nn.Module, input_ids, attention_mask=None, position_ids=None, temperature=1.0, shift_labels=None, **_):
-    """What verl calls with ``use_fused_kernels``: log-probs instead of logits."""
+def _causal_lm(self: nn.Module, input_ids, attention_mask=None, position_ids=None, temperature=1.0, shift_labels=None, *,
+               response_rows, **_):  # fmt: skip
+    """What verl calls with ``use_fused_kernels``: log-probs instead of logits, as in the FP8 engine of responses alone."""
     model = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
     # Through the head's own forward: FSDP2 gathers its weight there.
-    chosen, entropy = self.lm_head(model.last_hidden_state[0], shift_labels[0], temperature)
+    chosen, entropy = self.lm_head(model.last_hidden_state[0], shift_labels[0], temperature, response_rows)
     return CausalLMOutputForPPO(log_probs=chosen[None], entropy=None if entropy is None else entropy[None])
 
 

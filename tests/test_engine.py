@@ -676,6 +676,7 @@ def outputs(
 
     from verl.jetrl.model.decoder import Weight
     from verl.jetrl.trainer.engine import JetRLEngine
+    from verl.jetrl.trainer.staging import response_rows
 
     engine = object.__new__(JetRLEngine)
     engine.engine_config = types.SimpleNamespace(
@@ -699,6 +700,7 @@ def outputs(
         pad_size=0,
     )
     if flow.fp8:  # the FP8 model's "logits" are its hidden states
+        arguments["response_rows"] = response_rows(batch)
         engine.decoder = types.SimpleNamespace(lm_head=Weight(*head.shape))
         engine.decoder.lm_head.weight = nn.Parameter(head, requires_grad=False)
         engine.decoder.lm_head.main_grad = torch.zeros(head.shape)
@@ -720,13 +722,18 @@ def test_the_engine_masks_in_fp8_and_reports_in_bf16(temperature):
     hidden, head = hidden_and_head()
     labels = torch.arange(9)[:, None]
     with torch.no_grad():
-        fp8, _ = outputs(FP8, hidden, head, 311, temperature)
+        fp8, _ = outputs(FP8, hidden, head, 311, temperature, sampled=False)
+        of_response, _ = outputs(FP8, hidden, head, 311, temperature)
         stock, engine = outputs(PrecisionFlow(), hidden, head, 311, temperature)
     scaled = (hidden.double() @ head.double().t()).to(torch.bfloat16).float() / temperature
     wanted = torch.log_softmax(scaled[:, :311], -1)
     torch.testing.assert_close(fp8["log_probs"].values(), wanted.gather(1, labels)[:, 0])
     entropy = -(wanted.exp() * wanted).sum(-1)
     torch.testing.assert_close(fp8["entropy"].values(), entropy), "entropy over the tokenizer's ids, and no NaN"
+    for name in ("log_probs", "entropy"):
+        of_all, given = fp8[name].values(), of_response[name].values()
+        assert torch.equal(given[PROMPT - 1 : -1], of_all[PROMPT - 1 : -1]), "a token's bits do not depend on the others"
+        assert given[: PROMPT - 1].abs().max() == 0 and given[-1] == 0, "nobody reads those that predict no response"
     plain = torch.log_softmax(scaled, -1).gather(1, labels)[:, 0]
     torch.testing.assert_close(stock["log_probs"].values(), plain)
     # of the response's tokens: predicted by the positions from the prompt's last to the last but one
@@ -746,7 +753,7 @@ def test_fine_tuning_data_has_no_responses():
 def test_gradients_through_the_mask():
     hidden, head = hidden_and_head()
     hidden.requires_grad_()
-    result, engine = outputs(FP8, hidden, head, 311)
+    result, engine = outputs(FP8, hidden, head, 311, sampled=False)
     (result["log_probs"].values().sum() + result["entropy"].values().sum()).backward()
     grad = engine.decoder.lm_head.main_grad
     assert hidden.grad.isfinite().all() and grad.isfinite().all(), "an entropy bonus must not give NaN"

@@ -106,10 +106,35 @@ def test_without_entropy(case):
     assert leaf.grad.abs().max() > 0
 
 
+def test_of_some_rows_alone(case):
+    """The others' are 0, and give neither the hidden states nor the head a gradient."""
+    x, head, ids, temperature = case
+    rows = torch.tensor([2, 3, 4, 11, 36])
+    d_log_prob, d_entropy, wanted = torch.randn(M), torch.randn(M), torch.zeros(M, dtype=torch.bool)
+    wanted[rows] = True
+    found = []
+    for given in (None, rows):
+        leaf = x.clone().requires_grad_()
+        head.main_grad = torch.zeros(V, H)
+        chosen, entropy = log_probs(leaf, head, ids, temperature, TOKENIZER, True, given)
+        ((chosen * d_log_prob + entropy * d_entropy) * wanted).sum().backward()
+        found.append((chosen.detach(), entropy.detach(), leaf.grad, head.main_grad))
+    everything, some = found
+    for a, b in zip(everything[:3], some[:3], strict=True):
+        assert torch.equal(a[rows], b[rows]) and b[~wanted].abs().max() == 0
+    assert everything[0][~wanted].abs().min() > 0 and some[2][rows].abs().max() > 0
+    torch.testing.assert_close(some[3], everything[3], rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        again, nothing = log_probs(x, head, ids, temperature, TOKENIZER, False, rows)
+    assert torch.equal(again, some[0]) and nothing is None
+
+
 def test_no_tokens(case):
     x, head, ids, temperature = case
     chosen, _ = log_probs(x[:0], head, ids[:0], temperature[:0], TOKENIZER)
     assert chosen.shape == (0,)
+    chosen, _ = log_probs(x, head, ids, temperature, TOKENIZER, False, ids[:0])
+    assert torch.equal(chosen, torch.zeros(M))
 
 
 def test_the_logits_of_a_micro_batch_never_exist_as_a_whole():

@@ -4,7 +4,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl.jetrl.trainer.staging import batch_to_device, values_to_device
+from verl.jetrl.trainer.staging import batch_to_device, response_rows, values_to_device
 
 META = torch.device("meta")
 
@@ -39,6 +39,23 @@ def test_a_batch_moves_as_a_whole():
     assert got["ids"]._maybe_max_seqlen == 5 and got["dense"].is_meta
     assert got["names"] == ["p", "q", "r"] and got["temperature"] == 0.7 and tu.get_non_tensor_data(got, "flag", 1) is None
     assert got.to(META) is got  # verl's own move of it copies nothing
+
+
+def test_response_rows_are_those_that_verl_reads():
+    from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+
+    prompts, responses = (2, 1, 7, 3), (3, 5, 1, 4)
+    lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
+    batch = TensorDict(
+        {"input_ids": jagged(*lengths), "prompts": jagged(*prompts), "responses": jagged(*responses)}, batch_size=4
+    )
+    rows = response_rows(batch)
+    values = torch.arange(1.0, sum(lengths) + 1)
+    padded = no_padding_2_padding(values, batch)
+    assert torch.equal(values[rows], torch.cat([row[:n] for row, n in zip(padded, responses, strict=True)]))
+    nested = torch.nested.nested_tensor_from_jagged(values, batch["input_ids"].offsets())
+    assert torch.equal(values[rows], response_from_nested(nested, batch["responses"]).values())
+    assert response_rows(batch.select("input_ids")) is None, "data for fine-tuning: any token may be learned"
 
 
 def test_what_is_there_already_is_not_copied():

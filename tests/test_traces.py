@@ -53,8 +53,11 @@ def test_streams_that_overlap_are_not_idle():
     events = [
         {"name": name, "ts": ts, "dur": dur} for name, ts, dur in (("nccl_a", 0, 80), ("x_gemm", 10, 20), ("x_gemm", 90, 10))
     ]
-    found = summary(events, 1, TRAINING_KINDS)["ms_per_step"]
-    assert found == pytest.approx({"collectives": 0.08, "BF16 GEMM": 0.03, IDLE: 0.01})
+    found = summary(events, 1, TRAINING_KINDS)
+    assert found["ms_per_step"] == pytest.approx({"collectives": 0.08, "BF16 GEMM": 0.03, IDLE: 0.01})
+    assert found["kernels_per_step"] == 3
+    (wait,) = found["waits"]
+    assert wait == {"ms": pytest.approx(0.01), "at_ms": pytest.approx(0.08), "after": "nccl_a", "before": "x_gemm"}
 
 
 def test_times_are_per_step(tmp_path):

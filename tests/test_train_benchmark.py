@@ -83,6 +83,10 @@ def test_the_ratio_is_against_the_fastest_bf16_arm():
     figures = train.figures({"8b": part})
     assert figures["train_vs_bf16_8b"] == pytest.approx(1.5) and figures["train_vs_bf16_8b_worse"] == pytest.approx(1.25)
     assert "same_gradient_bits" not in figures and "gather_bytes_vs_bf16" not in figures
+    faster = {"fp8_resident": arm({"64": [0.5]}), "fp8_unfused": arm({"64": [0.1]})}
+    of_settings = train.figures({"8b": part | {"arms": arms | faster}})
+    assert of_settings["train_vs_bf16_8b"] == pytest.approx(3.0), "a setting of FP8's counts, an ablation does not"
+    assert of_settings["train_vs_bf16_8b_default"] == pytest.approx(1.5)
     rows = {(row["arm"], row["length"]): row for row in train.rows({"8b": part})}
     assert rows["fp8", 64]["tokens_per_s"] == pytest.approx(2048.0)
     ratio = rows["fp8", 64]["share_of_bf16_ceiling"] / rows["fp8", 64]["share_of_fp8_ceiling"]

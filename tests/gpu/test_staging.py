@@ -41,16 +41,21 @@ def compare(folder: Path) -> None:
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    from verl.jetrl.trainer.staging import response_rows
+
     model = numerics.save(make("qwen2", tie_word_embeddings=False, hidden_size=256, intermediate_size=512), folder / "model")
     torch.manual_seed(0)
     lengths = (40, 1, 30, 57)
     sequences = [torch.randint(0, 384, (n,)) for n in lengths]
     batch = trainers.batch_of(sequences, [torch.ones(n, dtype=torch.long) for n in lengths])
     tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=sum(lengths))
+    sampled = batch.copy()  # of which only responses have logits
+    for name, part in (("prompts", slice(None, 17)), ("responses", slice(17, None))):
+        sampled[name] = torch.nested.as_nested_tensor([ids[part] for ids in sequences], layout=torch.jagged)
     loss = trainers.sft_loss()
     with trainers.alone(), trainers.trainer(model, "fp8") as engine:
 
-        def log_probs(step) -> Tensor:
+        def log_probs(step, batch=batch) -> Tensor:
             with torch.no_grad():
                 value, kept = step(batch, loss_function=None, forward_only=True)
             assert value is None or kept["loss"] == 1.0
@@ -73,7 +78,14 @@ def compare(folder: Path) -> None:
             log_probs(engine.forward_step)  # compiles kernels
             with no_waiting():
                 got = log_probs(engine.forward_step)
+            log_probs(engine.forward_step, sampled)
+            with no_waiting():
+                of_responses = log_probs(engine.forward_step, sampled).values()
         assert got.offsets().tolist() == wanted.offsets().tolist() and torch.equal(got.values(), wanted.values())
+        rows = response_rows(sampled).to(of_responses.device)
+        others = torch.ones_like(of_responses, dtype=torch.bool).index_fill_(0, rows, False)
+        assert len(rows) == sum(max(n - 17, 0) for n in lengths) and of_responses[others].abs().max() == 0
+        assert torch.equal(of_responses[rows], wanted.values()[rows]), "a token's bits do not depend on the others"
         with engine.train_mode():
             (loss_1, gradients_1), (loss_2, gradients_2) = trained(upstream), trained(engine.forward_step)
         assert loss_1 == loss_2 and gradients_1.keys() == gradients_2.keys()

@@ -30,7 +30,7 @@ from verl.jetrl.trainer import attention, flash
 from verl.jetrl.trainer.decoder import share_decoder
 from verl.jetrl.trainer.log_probs import log_probs
 from verl.jetrl.trainer.masters import Masters, shard_parameters
-from verl.jetrl.trainer.staging import batch_to_device, values_to_device
+from verl.jetrl.trainer.staging import batch_to_device, response_rows, values_to_device
 from verl.jetrl.vocabulary import padding_mass
 from verl.jetrl.weights import digests, fused_digests
 from verl.jetrl.window import Window
@@ -160,8 +160,15 @@ class JetRLEngine(FSDPEngineWithLMHead):
 
     # --- log-probs ------------------------------------------------------------------------------------------------
 
+    def prepare_model_inputs(self, micro_batch: TensorDict):
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.flow.fp8:
+            output_args["response_rows"] = response_rows(micro_batch)
+        return inputs, output_args
+
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        """Log-probs of the micro-batch; in FP8 by the rollout's arithmetic, the vocabulary's padding masked as there.
+        """Log-probs of the micro-batch; in FP8 by the rollout's arithmetic, the vocabulary's padding masked as there, and of
+        responses alone where there are any.
 
         verl masks ids past ``len(tokenizer)`` in the rollout only.  In the stock arms it stays so, and
         :meth:`take_padding_abs_dlogp` reports what that costs.
@@ -189,6 +196,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
             output_args["temperature_rmpad"].clamp(min=1e-8),
             len(self.model_config.tokenizer),
             tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
+            output_args.get("response_rows"),
         )
         fused = micro_batch.copy()
         tu.assign_non_tensor(fused, use_fused_kernels=True)

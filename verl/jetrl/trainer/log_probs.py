@@ -3,7 +3,8 @@
 The arithmetic is the rollout's.  Logits are BF16 from the shared head, ids past the tokenizer's are masked, and then come
 the steps of vLLM's sampler: an FP32 copy, the temperature, the log-softmax at the sampled token.  On a GPU these are
 vLLM's own kernels; its CPU sampler runs the same torch functions as here.  A token's bits do not depend on the others.
-The backward computes the logits again.
+The backward computes the logits again.  Where only some tokens' log-probs are wanted, as those of responses are, only they
+have logits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def chunk_tokens(vocabulary: int) -> int:
 
 def scaled_logits(x_MH: Tensor, head_VH: Tensor, temperature_M: Tensor, tokens: int) -> Tensor:
     """FP32 logits (M, V) as the rollout samples from them: ids from ``tokens`` on masked, divided by the temperature."""
-    logits_MV = mask_padding_(ops.bf16_gemm_nt(x_MH, head_VH), tokens).float()
+    logits_MV = ops.widened(mask_padding_(ops.bf16_gemm_nt(x_MH, head_VH), tokens))
     if logits_MV.is_cuda:
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 
@@ -97,14 +98,50 @@ def _forward(
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
+class _Rows(torch.autograd.Function):
+    """Some rows, each once: their gradients are copied into zeros, where torch would add them up."""
+
+    @staticmethod
+    def forward(ctx, x_MH, rows_R):
+        ctx.M = len(x_MH)
+        ctx.save_for_backward(rows_R)
+        return x_MH.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx, d_RH):
+        return spread(d_RH, *ctx.saved_tensors, ctx.M), None
+
+
+def rows_of(x_MH: Tensor, rows_R: Tensor) -> Tensor:
+    """Rows ``rows_R`` (int64, each at most once) of a matrix, (R, H)."""
+    return _Rows.apply(x_MH, rows_R)
+
+
+def spread(x_R: Tensor, rows_R: Tensor, M: int) -> Tensor:
+    """The way back: M rows, 0 where ``rows_R`` has none."""
+    return x_R.new_zeros(M, *x_R.shape[1:]).index_copy(0, rows_R, x_R)
+
+
 def log_probs(
-    x_MH: Tensor, head: Weight, ids_M: Tensor, temperature_M: Tensor, tokens: int, with_entropy: bool = False
+    x_MH: Tensor,
+    head: Weight,
+    ids_M: Tensor,
+    temperature_M: Tensor,
+    tokens: int,
+    with_entropy: bool = False,
+    rows_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """FP32 log-probs (M,) of ``ids_M`` and, on request, the entropies (M,) in nats.
 
     Args: x_MH: BF16 final hidden states.  head: its ``main_grad`` receives the head's gradient.  ids_M: int64.
-    temperature_M: FP32.  tokens: ids from here on are padding of the vocabulary and cannot be sampled.
+    temperature_M: FP32.  tokens: ids from here on are padding of the vocabulary and cannot be sampled.  rows_R: int64; the
+    tokens whose log-probs are wanted, each once: the others' are 0, and so are their entropies.
     """
+    if rows_R is not None:
+        found = log_probs(rows_of(x_MH, rows_R), head, ids_M[rows_R], temperature_M[rows_R], tokens, with_entropy)
+        chosen_R, entropy_R = found
+        M = len(x_MH)
+        return spread(chosen_R, rows_R, M), None if entropy_R is None else spread(entropy_R, rows_R, M)
     if torch.is_grad_enabled():
         return _LogProbs.apply(x_MH, head, ids_M, temperature_M, tokens, with_entropy)
     return _forward(x_MH, head, ids_M, temperature_M, tokens, with_entropy)

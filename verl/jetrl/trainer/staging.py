@@ -12,6 +12,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 
+def response_rows(batch: TensorDict) -> Tensor | None:
+    """Of a packed micro-batch the positions whose next token is one of a response, int64: verl reads no other log-probs.
+
+    None where it has no responses, as data for fine-tuning, whose loss mask may want any token.
+    """
+    if "responses" not in batch or not batch["responses"].is_nested:
+        return None
+    offsets, R = batch["responses"].offsets(), len(batch["responses"].values())
+    # A response ends where its sequence does.
+    shift_B = batch["input_ids"].offsets()[1:] - offsets[1:] - 1
+    return torch.arange(R, device=shift_B.device) + shift_B.repeat_interleave(offsets.diff(), output_size=R)
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; the host does not wait for the copy.  Of jagged ones, for those of whole rows: verl's are."""
     if tensor.is_nested and tensor.device != device and tensor._ragged_idx == 1 and tensor.lengths() is None:
