@@ -612,7 +612,7 @@ def test_a_run_goes_on_from_whole_checkpoints_only(setting, tmp_path):
     hold(other, 12, 1)
     shutil.rmtree(made / "global_step_12/actor")
 
-    def found(step: int) -> list[str]:
+    def found(step: int | str) -> list[str]:
         mode = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={made}/global_step_{step}")
         return preflight.problems(setting("bf16", *mode))
 
@@ -621,6 +621,7 @@ def test_a_run_goes_on_from_whole_checkpoints_only(setting, tmp_path):
         (problem,) = found(step)
         assert problem.startswith("trainer.resume_from_path=") and why in problem and "name another" in problem
     assert "is no folder global_step_N" in found(16)[0]
+    assert "is no folder global_step_N" in found("4/")[0], "verl would look for a step '4/'"
     for step in (4, 12):
         (made / f"global_step_{step}" / checkpoints.MARK).unlink()
     assert found(8) == []

@@ -382,7 +382,7 @@ def arm(tmp_path, monkeypatch):
 
         def popen(command, **options):
             if "verl.jetrl.train" in command:
-                command = [sys.executable, "-S", "-c", code]
+                command = [sys.executable, "-S", "-c", code, *map(str, command[3:])]
             return real(command, **options)
 
         monkeypatch.setattr(run.subprocess, "Popen", popen)
@@ -440,6 +440,41 @@ def test_an_earlier_start_without_a_checkpoint_is_named(arm, capsys):
     assert "no checkpoint" not in capsys.readouterr().out
     assert arm(RECORD + "record(1); record(2)").run() == 0
     assert "the earlier start left no checkpoint" in capsys.readouterr().out
+
+
+def test_two_histories_are_not_mixed(arm, tmp_path, capsys):
+    """After resume_mode=disable beside older checkpoints the next start went on from those; after a stop resume_path began
+    with the other run's checkpoint again."""
+    told = "import sys\nopen('told', 'w').write(repr(sys.argv))\n"
+
+    def started(mode: str, given: Path | None = None, steps: int = 40) -> str:
+        one = arm(told + RECORD + f"record({steps})", steps)
+        one.config.trainer.update(resume_mode=mode, resume_from_path=given and str(given), nnodes=1, n_gpus_per_node=1)
+        capsys.readouterr()
+        assert one.run() == 0
+        arguments = (one.folder / "told").read_text() if (one.folder / "told").exists() else ""
+        (one.folder / "told").unlink(missing_ok=True)
+        assert ("trainer.resume_mode=auto" in arguments) == ("going on from step" in capsys.readouterr().out)
+        return arguments
+
+    folder = arm("").folder / "checkpoints"
+    assert started("disable") and started("auto", steps=41)
+    other = checkpoint(tmp_path / "other", 30)
+    assert "mode=auto" not in started("resume_path", other, 42), "its first start"
+    checkpoint(folder, 35)
+    checkpoint(folder, 36)
+    assert "mode=auto" in started("resume_path", other, 43), "its second start began with the other run's checkpoint again"
+    assert "mode=auto" in started("resume_path", folder / "global_step_36", 44)
+    with pytest.raises(
+        SystemExit, match="checkpoints up to step 36, beside which .*global_step_35 would begin another history"
+    ):
+        started("resume_path", folder / "global_step_35", 45)
+    with pytest.raises(SystemExit, match="up to step 36, and trainer.resume_mode=disable would begin another history.*--fresh"):
+        started("disable", steps=45)
+    shutil.rmtree(folder)
+    (other / "actor" / "fsdp_config.json").write_text('{"world_size": 3}')
+    with pytest.raises(SystemExit, match="global_step_30 was saved by 3 processes, this run has 1"):
+        started("resume_path", other, 46)
 
 
 def test_the_fullest_gpu_is_remembered_over_starts(arm, monkeypatch):

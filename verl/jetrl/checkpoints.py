@@ -41,7 +41,12 @@ class CheckpointError(RuntimeError):
 
 def _steps(checkpoints: Path) -> dict[int, Path]:
     folders = (p for p in checkpoints.glob("global_step_*") if p.is_dir())
-    return {int(p.name.removeprefix("global_step_")): p for p in folders if p.name.removeprefix("global_step_").isdecimal()}
+    return {step_of(p): p for p in folders if p.name.removeprefix("global_step_").isdecimal()}
+
+
+def step_of(folder: Path) -> int:
+    """N of ``global_step_N``."""
+    return int(folder.name.removeprefix("global_step_"))
 
 
 def nearest(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -184,7 +185,8 @@ def _choices(config: DictConfig) -> list[str]:
 
 
 def _resumed(given: str | None) -> list[str]:
-    if not (given and Path(given).is_dir()):
+    # verl takes what follows the last "global_step_" for the step, a slash at the end included.
+    if not (given and Path(given).is_dir() and re.search(r"/global_step_[0-9]+$", given)):
         return [f"trainer.resume_mode=resume_path: trainer.resume_from_path={_shown(given)} is no folder global_step_N"]
     if checkpoints.has_marks(Path(given).absolute().parent):  # not one of verl alone, which leaves none
         try:

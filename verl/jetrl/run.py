@@ -172,7 +172,9 @@ class Arm:
         if changed:
             print(f"{self.arm}: settings changed since the last start: {changed}")
         (self.folder / "segments").mkdir(parents=True, exist_ok=True)
-        step = checkpoints.repair(self.folder / "checkpoints")
+        own = checkpoints.repair(self.folder / "checkpoints")
+        begin = self._begin(own)
+        step = checkpoints.step_of(begin) if begin else 0
         if step and step >= self.total:
             if other := self._changed_settings(but="trainer.total_training_steps"):
                 raise SystemExit(f"error: {self.arm} is at step {step} with other settings ({other}); --fresh starts over")
@@ -181,9 +183,9 @@ class Arm:
                 "(--fresh, or FRESH=1 with make, starts over)"
             )
             return 0
-        if step:
-            self._require_shards(self.folder / "checkpoints" / f"global_step_{step}")
-            print(f"{self.arm}: going on from step {step}")
+        if begin:
+            self._require_shards(begin)
+            print(f"{self.arm}: going on from step {step}" if own else f"{self.arm}: going on from {begin}")
         elif status:
             every = self.config.trainer.save_freq
             print(f"{self.arm}: the earlier start left no checkpoint (trainer.save_freq={every}): starting over")
@@ -191,7 +193,31 @@ class Arm:
         numbers = [int(p.stem) for p in (self.folder / "segments").glob("*.jsonl") if p.stem.isdecimal()]
         number = max(numbers, default=0) + 1
         segment = self.folder / "segments" / f"{number:03d}.jsonl"
-        return self._supervise(segment, step or 0)
+        return self._supervise(segment, step, own is not None)
+
+    def _begin(self, own: int | None) -> Path | None:
+        """The checkpoint that the run begins with: its last one, of step ``own``; without one trainer.resume_from_path, if set.
+
+        Ends where steps would be saved before or among those of an earlier history, from whose last one the run would go on
+        after its next stop.
+        """
+        folder, trainer = self.folder / "checkpoints", self.config.trainer
+        mode = trainer.get("resume_mode", "auto")
+        given = Path(trainer.resume_from_path) if mode == "resume_path" else None
+        if own is None:
+            return given
+        last = folder / f"global_step_{own}"
+        if mode == "disable":
+            raise SystemExit(
+                f"error: {self.arm} has checkpoints up to step {own}, and trainer.resume_mode=disable would begin another "
+                "history beside them: --fresh deletes them, trainer.resume_mode=auto goes on from the last"
+            )
+        if given is not None and given.resolve().parent == folder.resolve() and given.resolve() != last.resolve():
+            raise SystemExit(
+                f"error: {self.arm} has checkpoints up to step {own}, beside which trainer.resume_from_path={given} would "
+                f"begin another history: move those after it away from {folder} first"
+            )
+        return last
 
     def _require_shards(self, checkpoint: Path) -> None:
         """Ends where the checkpoint was saved by another number of processes: verl would look for files that are not there."""
@@ -220,7 +246,7 @@ class Arm:
         rows = diff(before, OmegaConf.create(resolved_yaml(self.config)))
         return ", ".join(f"{key}: {before} -> {now}" for key, before, now in rows if key != but)
 
-    def _supervise(self, segment: Path, first_step: int) -> int:
+    def _supervise(self, segment: Path, first_step: int, from_own: bool) -> int:
         self._status("running", started=time.time(), ended=None, error=None, shared_memory=[])
         log = self.folder / "log.txt"
         print(f"{self.arm}: the first step takes minutes to reach; log: {log}", flush=True)
@@ -233,8 +259,11 @@ class Arm:
                 own_ray = (
                     [] if ray_address(self.config) else [f"+ray_kwargs.ray_init._temp_dir={processes.ray_dir(self.run_id)}"]
                 )
+                # Or verl would begin with trainer.resume_from_path again, whatever the run has done since.
+                going_on = ["trainer.resume_mode=auto"] if from_own else []
+                arguments = [self.recipe, self.arm, self.folder, *own_ray, *self.overrides, *going_on]
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "verl.jetrl.train", self.recipe, self.arm, self.folder, *own_ray, *self.overrides],
+                    [sys.executable, "-m", "verl.jetrl.train", *arguments],
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
