@@ -80,7 +80,7 @@ def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, 
     """Milliseconds per step by kind of kernel, and of the largest kernels of each kind.
 
     Streams overlap: the kinds may add up to more than the step, and ``no kernel`` is when no stream ran anything.  ``waits``:
-    the longest such times, when they began and the kernels around them; the host was late there.
+    the longest such times, when they began and what ran before and after: in training the host was late there, as a rule.
     """
     names: dict[str, Counter[str]] = {}
     busy, end, last, waits = 0.0, float("-inf"), "", []
@@ -99,7 +99,7 @@ def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, 
         "steps": steps,
         "busy_ms_per_step": busy * ms,
         "ms_per_step": {kind: us * ms for kind, us in by_kind.most_common()},
-        "kernels_per_step": len(ordered) / steps,
+        "events_per_step": len(ordered) / steps,
         "waits": [
             {"ms": us * 1e-3, "at_ms": at * 1e-3, "after": before, "before": after}
             for us, at, before, after in sorted(waits, reverse=True)[:WAITS]

@@ -67,7 +67,8 @@ NOTES = {
     "(use_no_sync_for_gradient_accumulation=true).",
     "bf16_fused_deferred": "as bf16_fused, gradients reduced once a step, not once a micro-batch: on several GPUs FSDP2 keeps "
     "whole FP32 gradients beside the sharded ones.",
-    "bf16_compiled": "verl's FSDP2 engine on Hugging Face's layers, each through torch.compile, and the chunked log-probs.",
+    "bf16_compiled": "verl's FSDP2 engine on Hugging Face's layers, each through torch.compile, and the chunked log-probs of "
+    "responses.",
     "fp8": "the FP8 engine as it is by default.",
     "fp8_deferred": "gradients are reduced once a step, not once a micro-batch (use_no_sync_for_gradient_accumulation=true; "
     "several GPUs only).",
@@ -85,7 +86,8 @@ NOTES = {
     "dispatch mode; from the part with two GPUs), fp8 over bf16 as verl runs it (bf16_fused_kept gathers a third of that).",
     "same_gradient_bits": "1 if two steps from the same state had the same gradients, bit for bit, in every fp8 arm checked.",
     "ceilings": "largest GEMM rate of this run over the four linears of a layer at the micro-batch's tokens, from CUDA-graph "
-    "replays. share_of_*_ceiling: model FLOP (recomputation not counted; causal attention counted by half) per second over it; "
+    "replays. share_of_*_ceiling: model FLOP (recomputation not counted; causal attention counted by half; the head counted "
+    "for responses alone, also of arms that compute the rest) per second over it; "
     "share_of_ideal: the time in which the linears would run at the FP8 (BF16 arms: BF16) ceiling and the rest of the FLOP at "
     "the BF16 ceiling, over the time measured.",
     "job_peak": "GiB in use on the fullest GPU, by trainer and rollout together, over a whole run of a recipe's arm, as its "

@@ -750,13 +750,16 @@ def test_fine_tuning_data_has_no_responses():
     assert engine.take_padding_abs_dlogp() == 0.0
 
 
-def test_gradients_through_the_mask():
+@pytest.mark.parametrize("sampled", (True, False))
+def test_gradients_through_the_mask(sampled):
     hidden, head = hidden_and_head()
     hidden.requires_grad_()
-    result, engine = outputs(FP8, hidden, head, 311, sampled=False)
+    result, engine = outputs(FP8, hidden, head, 311, sampled=sampled)
     (result["log_probs"].values().sum() + result["entropy"].values().sum()).backward()
     grad = engine.decoder.lm_head.main_grad
     assert hidden.grad.isfinite().all() and grad.isfinite().all(), "an entropy bonus must not give NaN"
+    learned = hidden.grad.abs().amax(1) > 0
+    assert learned.tolist() == [not sampled or PROMPT - 1 <= at < 8 for at in range(9)]
     assert grad[311:].abs().max() == 0 and grad[:311].abs().max(1).values.min() > 0
 
 

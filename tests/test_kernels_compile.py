@@ -62,6 +62,7 @@ def of_tokens(M: int) -> None:
         kernels.rms_norm(x, weight, 1e-6, residual, fp8=False, bf16=True)
         kernels.rms_norm_backward(x, x, torch.empty(M), weight, residual)
     qkv, positions, table = bf16(M, (HEADS + 2 * KV_HEADS) * D), torch.empty(M, dtype=torch.int64), torch.empty(128, D)
+    kernels.widen(bf16(M, V), torch.empty(M, V), False)
     dq, dk = bf16(M, HEADS, D), bf16(M, KV_HEADS, D)
     for norm in (None, bf16(D)):
         rope._Cuda.qk_norm_rope(qkv, positions, table, norm, norm, HEADS, KV_HEADS, D, 1e-6)

@@ -464,13 +464,14 @@ def test_two_histories_are_not_mixed(arm, tmp_path, capsys):
     checkpoint(folder, 35)
     checkpoint(folder, 36)
     assert "mode=auto" in started("resume_path", other, 43), "its second start began with the other run's checkpoint again"
+    with pytest.raises(SystemExit, match="step 36, and .*/another/global_step_30 would begin another history"):
+        started("resume_path", checkpoint(tmp_path / "another", 30), 44)
     assert "mode=auto" in started("resume_path", folder / "global_step_36", 44)
-    with pytest.raises(
-        SystemExit, match="checkpoints up to step 36, beside which .*global_step_35 would begin another history"
-    ):
-        started("resume_path", folder / "global_step_35", 45)
-    with pytest.raises(SystemExit, match="up to step 36, and trainer.resume_mode=disable would begin another history.*--fresh"):
-        started("disable", steps=45)
+    checkpoint(folder, 40)
+    assert "mode=auto" in started("resume_path", folder / "global_step_36", 45), "the same command goes on"
+    for mode, given in (("resume_path", folder / "global_step_35"), ("disable", None)):
+        with pytest.raises(SystemExit, match=f"step 40, and .*{mode}.* another history beside them.*=auto goes on.*--fresh"):
+            started(mode, given, 46)
     shutil.rmtree(folder)
     (other / "actor" / "fsdp_config.json").write_text('{"world_size": 3}')
     with pytest.raises(SystemExit, match="global_step_30 was saved by 3 processes, this run has 1"):

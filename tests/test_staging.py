@@ -44,7 +44,7 @@ def test_a_batch_moves_as_a_whole():
 def test_response_rows_are_those_that_verl_reads():
     from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-    prompts, responses = (2, 1, 7, 3), (3, 5, 1, 4)
+    prompts, responses = (2, 1, 7, 3), (3, 5, 0, 4)
     lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
     batch = TensorDict(
         {"input_ids": jagged(*lengths), "prompts": jagged(*prompts), "responses": jagged(*responses)}, batch_size=4

@@ -55,7 +55,7 @@ def test_streams_that_overlap_are_not_idle():
     ]
     found = summary(events, 1, TRAINING_KINDS)
     assert found["ms_per_step"] == pytest.approx({"collectives": 0.08, "BF16 GEMM": 0.03, IDLE: 0.01})
-    assert found["kernels_per_step"] == 3
+    assert found["events_per_step"] == 3
     (wait,) = found["waits"]
     assert wait == {"ms": pytest.approx(0.01), "at_ms": pytest.approx(0.08), "after": "nccl_a", "before": "x_gemm"}
 

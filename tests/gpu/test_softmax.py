@@ -4,11 +4,19 @@ import pytest
 import torch
 from fp8_cases import VOCABULARIES, relative
 
+from verl.jetrl.trainer.log_probs import widened
 from verl.jetrl.trainer.softmax import entropy, log_prob_gradient_
 from verl.jetrl.vocabulary import mask_padding_
 
 M = 130
 SIZES = sorted({V for V, _ in VOCABULARIES} | {49152, 512, 77})
+
+
+@pytest.mark.parametrize("V", SIZES)
+def test_logits_in_fp32(V):
+    logits = torch.randn(M, V, device="cuda").bfloat16()
+    got = widened(logits)
+    assert got.dtype == torch.float32 and torch.equal(got, logits.float())
 
 
 @pytest.mark.parametrize("V", SIZES)

@@ -63,13 +63,13 @@ def shared_memory(processes: list[psutil.Process]) -> set[str]:
         fields = [line.split(maxsplit=5) for line in maps.splitlines() if SHM in line]
         mapped |= {(device, int(inode)) for *_, device, inode, _ in fields}
     found: set[str] = set()
-    for name in os.listdir(SHM):
+    for path in (f"{folder.rstrip('/')}/{name}" for folder, _, names in os.walk(SHM) for name in names):
         try:
-            status = os.stat(SHM + name)
-        except FileNotFoundError:
+            status = os.lstat(path)
+        except OSError:
             continue  # removed meanwhile
         if (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino) in mapped:
-            found.add(SHM + name)
+            found.add(path)
     return found
 
 

@@ -198,26 +198,29 @@ class Arm:
     def _begin(self, own: int | None) -> Path | None:
         """The checkpoint that the run begins with: its last one, of step ``own``; without one trainer.resume_from_path, if set.
 
-        Ends where steps would be saved before or among those of an earlier history, from whose last one the run would go on
-        after its next stop.
+        Ends where another history would be saved beside that one, from whose last checkpoint the run would go on after its
+        next stop.
         """
-        folder, trainer = self.folder / "checkpoints", self.config.trainer
-        mode = trainer.get("resume_mode", "auto")
-        given = Path(trainer.resume_from_path) if mode == "resume_path" else None
+        asked = self._resumes(self.config)
+        mode, given = asked
         if own is None:
             return given
-        last = folder / f"global_step_{own}"
-        if mode == "disable":
+        last = (self.folder / "checkpoints" / f"global_step_{own}").resolve()
+        before = self.folder / "config.yaml"  # with the same, a stopped run goes on
+        if mode != "auto" and given != last and not (before.is_file() and self._resumes(load_config(before)) == asked):
+            given_path = "" if given is None else f", trainer.resume_from_path={given}"
             raise SystemExit(
-                f"error: {self.arm} has checkpoints up to step {own}, and trainer.resume_mode=disable would begin another "
-                "history beside them: --fresh deletes them, trainer.resume_mode=auto goes on from the last"
-            )
-        if given is not None and given.resolve().parent == folder.resolve() and given.resolve() != last.resolve():
-            raise SystemExit(
-                f"error: {self.arm} has checkpoints up to step {own}, beside which trainer.resume_from_path={given} would "
-                f"begin another history: move those after it away from {folder} first"
+                f"error: {self.arm} has checkpoints up to step {own}, and trainer.resume_mode={mode}{given_path} would begin "
+                f"another history beside them: trainer.resume_mode=auto goes on from step {own}; --fresh deletes them, or move "
+                f"them away from {last.parent}"
             )
         return last
+
+    @staticmethod
+    def _resumes(config: DictConfig) -> tuple[str, Path | None]:
+        """How a run is to begin: trainer.resume_mode, and of resume_path the checkpoint."""
+        mode = OmegaConf.select(config, "trainer.resume_mode") or "auto"
+        return mode, Path(config.trainer.resume_from_path).resolve() if mode == "resume_path" else None
 
     def _require_shards(self, checkpoint: Path) -> None:
         """Ends where the checkpoint was saved by another number of processes: verl would look for files that are not there."""

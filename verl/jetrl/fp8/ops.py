@@ -629,15 +629,6 @@ def silu_mul_backward_quantize(gate_up_M2I: Tensor, dy_MI: Tensor) -> tuple[Quan
     return Quantized(q, s), Quantized(q_t, s_t)
 
 
-def widened(x: Tensor) -> Tensor:
-    """Contiguous BF16 as FP32: the same values."""
-    if not x.is_cuda:
-        return x.float()
-    out = torch.empty_like(x, dtype=torch.float32)
-    kernels.widen(x, out, add=False)
-    return out
-
-
 def bf16_gemm_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """``a @ b.T`` in BF16 (the lm_head); on a GPU each row's bits are independent of M, unlike cuBLAS."""
     return _ops.bf16_gemm_nt(_matrix(a_MK, "bf16_gemm_nt"), _matrix(b_NK, "bf16_gemm_nt"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl.jetrl.fp8 import ops
+from verl.jetrl.fp8 import kernels, ops
 from verl.jetrl.model.autograd import add_head_gradient, sink
 from verl.jetrl.model.decoder import Weight
 from verl.jetrl.trainer.softmax import entropy, log_prob_gradient_
@@ -29,9 +29,20 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(CHUNK_VALUES // vocabulary // MULTIPLE, 1) * MULTIPLE
 
 
+def widened(logits_MV: Tensor) -> Tensor:
+    """Contiguous BF16 logits in FP32."""
+    # Triton would compile the kernel again for a number of values that 16 does not divide.
+    if not logits_MV.is_cuda or logits_MV.shape[1] % 16:
+        return logits_MV.float()
+    assert logits_MV.is_contiguous()
+    out_MV = torch.empty_like(logits_MV, dtype=torch.float32)
+    kernels.widen(logits_MV, out_MV, add=False)
+    return out_MV
+
+
 def scaled_logits(x_MH: Tensor, head_VH: Tensor, temperature_M: Tensor, tokens: int) -> Tensor:
     """FP32 logits (M, V) as the rollout samples from them: ids from ``tokens`` on masked, divided by the temperature."""
-    logits_MV = ops.widened(mask_padding_(ops.bf16_gemm_nt(x_MH, head_VH), tokens))
+    logits_MV = widened(mask_padding_(ops.bf16_gemm_nt(x_MH, head_VH), tokens))
     if logits_MV.is_cuda:
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 

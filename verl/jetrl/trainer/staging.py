@@ -15,7 +15,8 @@ from torch import Tensor
 def response_rows(batch: TensorDict) -> Tensor | None:
     """Of a packed micro-batch the positions whose next token is one of a response, int64: verl reads no other log-probs.
 
-    None where it has no responses, as data for fine-tuning, whose loss mask may want any token.
+    A prompt has a token at least, as verl asks too.  None where there are no responses, or padded ones: data for fine-tuning
+    has none, and its loss mask may want any token.
     """
     if "responses" not in batch or not batch["responses"].is_nested:
         return None
