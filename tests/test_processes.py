@@ -684,6 +684,13 @@ def test_an_engines_death_names_its_cause():
     assert run.last_error(log) == "RuntimeError: CPU Generator does not use offset (vLLM's engine died of it)"
 
 
+def test_a_neighbour_on_the_gpu_is_named():
+    said = "Exception: Call to sleep method failed: Worker failed with error 'Memory usage increased after sleeping.'"
+    assert run.last_error(f"Traceback (most recent call last):\n{said}") == (
+        f"{said} (another program took memory of the GPU meanwhile: docs/memory.md, Several runs on one GPU)"
+    )
+
+
 def test_a_ray_that_runs_already_is_told_what_its_workers_do_not_inherit(root, tmp_path, monkeypatch):
     """A test of the whole is in test_jobs.py."""
     settings = ["+ray_kwargs.ray_init.address=auto", "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO"]

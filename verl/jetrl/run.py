@@ -393,6 +393,8 @@ def last_error(log: str) -> str | None:
     own = [line for line in lines if not WORKER_PREFIX.match(line)]
     workers = [WORKER_PREFIX.sub("", line) for line in lines]
     error = _last_raised(own) or _last_raised(workers)
+    if error and "Memory usage increased after sleeping" in error:
+        return f"{error} (another program took memory of the GPU meanwhile: docs/memory.md, Several runs on one GPU)"
     if error and "EngineDeadError" in error:
         # It only points at the worker's error, which was the first to be raised.
         roots = [x for x in workers if ERROR_LINE.match(x) and "EngineDeadError" not in x and "RayTaskError" not in x]
