@@ -34,9 +34,10 @@ diff-%: setup ## differences of two arms' resolved configurations: make diff-tin
 	@$(PY) -m verl.jetrl.config_diff --names $(A),$(B) <($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(A),$(error A= names an arm)) $(OVERRIDES)) \
 		<($(PY) -m verl.jetrl.run recipes/$* --print-config $(or $(B),$(error B= names an arm)) $(OVERRIDES))
 
-test: setup ## ruff and all tests that need no GPU
+# The tests that start jobs beside the others: those wait more than they compute.
+test: setup ## ruff and all tests that need no GPU; PYTEST_ARGS="-n 0 -k checkpoints" as for pytest
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: setup ## the tests that need a Hopper GPU
 	$(PY) -m pytest -m gpu tests/gpu

@@ -63,6 +63,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return made
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start jobs come first: they take longest, and run beside the others (``make test``)."""
+    items.sort(key=lambda item: item.get_closest_marker("job") is None)
+
+
 def pytest_sessionfinish() -> None:
     """Collects what failing weight updates left in cycles now, so that nothing is printed after pytest's last line."""
     gc.collect()

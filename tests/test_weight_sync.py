@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 import torch
 import zmq
 
+from verl.jetrl import processes
 from verl.jetrl.fp8.format import quantize_blocks
 from verl.jetrl.rollout import adapter
 from verl.jetrl.rollout.adapter import PatientSender, PatientSocket, WeightSyncError
@@ -49,7 +52,11 @@ def threads_for_ray(monkeypatch):
 
 
 def leftovers() -> set[str]:
-    return set(glob.glob("/dev/shm/verl_weights_*")) | set(glob.glob("/tmp/jetrl-test-*"))
+    segments = set(glob.glob("/dev/shm/verl_weights_*"))
+    if segments:  # not those of a run beside these tests
+        others = [process for process in psutil.process_iter() if process.pid != os.getpid()]
+        segments = set(filter(os.path.exists, segments - processes.shared_memory(others)))
+    return segments | set(glob.glob("/tmp/jetrl-test-*"))
 
 
 @pytest.fixture
