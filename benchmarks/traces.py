@@ -93,7 +93,7 @@ def summary(events: list[dict[str, Any]], steps: float, kinds: tuple[tuple[str, 
         if event["ts"] + event["dur"] > end:
             end, last = event["ts"] + event["dur"], event["name"][:80]
     by_kind = Counter({kind: of_kind.total() for kind, of_kind in names.items()})
-    by_kind[IDLE] = end - min(event["ts"] for event in events) - busy
+    by_kind[IDLE] = end - ordered[0]["ts"] - busy
     ms = 1e-3 / steps
     return {
         "steps": steps,

@@ -9,7 +9,7 @@ Remove when: the CPU build updates packed weights, or the tests no longer need i
 
 import torch
 
-from verl.jetrl.patching import Patch
+from verl.jetrl.patching import Patch, vllm_is_for_cpus
 
 
 def build(original):
@@ -19,17 +19,11 @@ def build(original):
     return dispatch_cpu_unquantized_gemm
 
 
-def needed() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
 PATCH = Patch(
     name="vllm_cpu_keep_weights",
     scope="vllm",
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     source_sha256="b6a587814634de21470e6694abae1d0790ce86ae08bb35e6e97eb988f26087d4",
     build=build,
-    needed=needed,
+    needed=vllm_is_for_cpus,
 )

@@ -7,7 +7,7 @@ Upstream: none known; the kernel is right as BF16 kernels go.
 Remove when: the CPU build lets one choose the kernel.
 """
 
-from verl.jetrl.patching import Patch
+from verl.jetrl.patching import Patch, vllm_is_for_cpus
 
 
 def build(original):
@@ -18,17 +18,11 @@ def build(original):
     return _get_attn_isa
 
 
-def needed() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
 PATCH = Patch(
     name="vllm_cpu_one_attention",
     scope="vllm",
     target="vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
     source_sha256="1743d607f29cc53c8f3c126da1283ef0cdefc4e90a90096c1518b66926dbdbab",
     build=build,
-    needed=needed,
+    needed=vllm_is_for_cpus,
 )

@@ -363,7 +363,7 @@ def test_vllm_linears_on_the_cpu_keep_their_weight():
 
 
 def test_attention_without_a_gpu_is_the_same_on_every_processor(monkeypatch):
-    """As if this one had AMX: with its kernel the arm jetrl's two sides would differ a thousand times more."""
+    """As if this one had AMX: with its kernel the arm jetrl's two sides would not compute the same."""
     from vllm.v1.attention.backends import cpu_attn
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

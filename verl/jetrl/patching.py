@@ -119,6 +119,13 @@ def catalogue(scope: Scope | None = None) -> list[Patch]:
     return sorted((p for p in patches.values() if scope in (None, p.scope)), key=lambda p: p.name)
 
 
+def vllm_is_for_cpus() -> bool:
+    """Whether the installed vLLM is the CPU build: what patches of that build need."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
 # Upstream swallows what a plugin raises; require_active() raises it again where it is heard.
 _failure: dict[str, BaseException] = {}
 

@@ -149,9 +149,8 @@ def log_probs(
     tokens whose log-probs are wanted, each once: the others' are 0, and so are their entropies.
     """
     if rows_R is not None:
-        found = log_probs(rows_of(x_MH, rows_R), head, ids_M[rows_R], temperature_M[rows_R], tokens, with_entropy)
-        chosen_R, entropy_R = found
-        M = len(x_MH)
+        x_RH, M = rows_of(x_MH, rows_R), len(x_MH)
+        chosen_R, entropy_R = log_probs(x_RH, head, ids_M[rows_R], temperature_M[rows_R], tokens, with_entropy)
         return spread(chosen_R, rows_R, M), None if entropy_R is None else spread(entropy_R, rows_R, M)
     if torch.is_grad_enabled():
         return _LogProbs.apply(x_MH, head, ids_M, temperature_M, tokens, with_entropy)
